@@ -69,13 +69,17 @@ class HostCache:
         self._pool: list[torch.Tensor] = []
 
     def grow(self, slot_id: int, tokens: int, planned: int) -> None:
-        """Makes sure that blocks for `tokens` tokens exist; extents are cut so that `planned` tokens fit exactly."""
+        """Makes sure that blocks for `tokens` tokens exist.
+
+        The last extent is cut so that `planned` tokens fit exactly; beyond the plan, full extents are added.
+        """
         extents = self._extents[slot_id]
-        needed = self._layout.blocks_for(tokens)
-        planned_blocks = max(self._layout.blocks_for(planned), needed)
+        needed, planned_blocks = self._layout.blocks_for(tokens), self._layout.blocks_for(planned)
         first = extents[-1].stop if extents else 0
         while first < needed:
-            stop = min(first + self._extent_blocks, planned_blocks)
+            stop = first + self._extent_blocks
+            if first < planned_blocks:
+                stop = min(stop, planned_blocks)
             extents.append(self._make(first, stop))
             first = stop
 
