@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,14 @@ def test_each_setting_changes_the_distribution() -> None:
     logits = 3 * torch.randn(97, generator=torch.Generator().manual_seed(1))
     seen = list(range(50))
     plain = _ours(logits, SamplingSettings(temperature=1.0), seen)
-    for change in ({"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 1.5}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"repetition_penalty": 1.5},
+    )
+    for change in changes:
         assert not torch.allclose(plain, _ours(logits, SamplingSettings(**{"temperature": 1.0, **change}), seen))
 
 
@@ -156,9 +164,9 @@ def test_a_seen_id_outside_the_vocabulary_is_an_error() -> None:
         {"repetition_penalty": 0.0},
     ],
 )
-def test_values_out_of_range_are_usage_errors_that_name_the_setting(values: dict[str, float]) -> None:
+def test_values_out_of_range_are_usage_errors_that_name_the_setting(values: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(values))):
-        SamplingSettings(**values)  # type: ignore[arg-type]
+        SamplingSettings(**values)
 
 
 def test_record_seed_is_stable_and_depends_on_both() -> None:

@@ -1,0 +1,201 @@
+"""Settings: lengths, the order of defaults, file and flags, and what is refused with which words."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from longgen import config
+from longgen.config import Settings, load_settings, parse_length, sampling_settings
+from longgen.errors import UsageError
+from longgen.sampling import SamplingSettings
+
+DEFAULT_YAML = Path(__file__).parents[1] / "configs" / "default.yaml"
+
+
+def _write(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        (4096, 4096),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("25.6k", 25_600),
+        ("0.5k", 500),
+        ("0.001k", 1),
+        ("1.50k", 1500),
+        ("4m", 4_000_000),
+        ("4M", 4_194_304),
+        ("16M", 16_777_216),
+        ("1.5m", 1_500_000),
+        ("0.000001m", 1),
+    ],
+)
+def test_lengths(text: object, tokens: int) -> None:
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0",
+        "-1",
+        "+1",
+        "0k",
+        "0.0k",
+        "007",
+        "1.5",
+        "1.5K",
+        "2.0K",
+        "1.5M",
+        "1.2345k",
+        "0.0001k",
+        ".5k",
+        "5.k",
+        "4MB",
+        "4MiB",
+        "4G",
+        "4 K",
+        " 4K",
+        "4K\n",
+        "1e3",
+        "1_000",
+        "1,000",
+        "0x10",
+        "٤K",
+        "k",
+        "inf",
+        "9" * 5000,
+        0,
+        -1,
+        1.0,
+        1.5,
+        True,
+        None,
+    ],
+)
+def test_other_spellings_of_a_length_are_refused_with_what_is_allowed(text: object) -> None:
+    with pytest.raises(UsageError, match="is not a length; write a whole number of tokens above 0"):
+        parse_length(text)
+
+
+def test_the_annotated_file_equals_the_built_in_defaults_and_names_every_setting() -> None:
+    written = yaml.safe_load(DEFAULT_YAML.read_text(encoding="utf-8"))
+    assert list(written) == [field.name for field in fields(Settings)]
+    assert load_settings(DEFAULT_YAML, {}) == Settings() == load_settings(None, {})
+
+
+def test_every_setting_in_the_annotated_file_has_a_comment_above_it() -> None:
+    lines = DEFAULT_YAML.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        if line and not line.startswith("#"):
+            assert lines[number - 1].startswith("#"), line
+
+
+def test_every_setting_has_a_parser_that_takes_its_default() -> None:
+    assert set(config._PARSERS) == {field.name for field in fields(Settings)}
+    for field in fields(Settings):
+        assert config._PARSERS[field.name](field.default) == field.default
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
+    path = _write(tmp_path, "max_len: 4K\nmax_new_tokens: 7\n")
+    settings = load_settings(path, {"max_len": "8K", "seed": None})
+    assert settings == Settings(max_len=8192, max_new_tokens=7)
+
+
+def test_a_flag_that_is_false_or_zero_counts_as_given(tmp_path: Path) -> None:
+    path = _write(tmp_path, "chat: true\nresident_blocks: 3\ntemperature: 0.5\n")
+    settings = load_settings(path, {"chat": False, "resident_blocks": 0, "temperature": 0.0})
+    assert (settings.chat, settings.resident_blocks, settings.temperature) == (False, 0, 0.0)
+
+
+def test_an_empty_file_is_no_setting(tmp_path: Path) -> None:
+    assert load_settings(_write(tmp_path, "# nothing\n"), {}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_length: 4K", r"settings.yaml: there is no setting 'max_length'; did you mean max_len\?"),
+        ("chunk-size: 4K", r"did you mean chunk_size\?"),
+        ("qqqq: 1", "there are max_len, max_new_tokens"),
+        ("1: 2", "there is no setting 1"),
+        ("max_len: 4MB", "settings.yaml: max_len: '4MB' is not a length"),
+        ("max_new_tokens: null", "max_new_tokens: None is not a length"),
+        ("max_len: 1.5", "max_len: 1.5 is not a length"),
+        ("max_len: [4K]", "max_len: "),
+        ("dtype: int8", "dtype: 'int8' is not allowed; it must be one of auto, bfloat16, float16, float32"),
+        ("device: gpu", "device: 'gpu' is not allowed; it must be one of auto, cpu, cuda, cuda:N"),
+        ("device: 'cuda:x'", "device: "),
+        ("sampling: maybe", "sampling: "),
+        ("chat: 1", "chat: 1 is not allowed; it must be true or false"),
+        ("resident_blocks: -1", "resident_blocks: -1 is not allowed; it must be a whole number, 0 or more"),
+        ("resident_blocks: true", "resident_blocks: "),
+        ("top_k: 1.5", "top_k: "),
+        ("temperature: warm", "temperature: 'warm' is not a number"),
+        ("temperature: .nan", "temperature: nan is not a number"),
+        (
+            "block_size: 1000\nchunk_size: 1500",
+            "chunk_size is 1,500 tokens; it must be a multiple of block_size, 1,000",
+        ),
+        ("- max_len", "must hold lines of 'name: value', not a list"),
+        ("max_len: [", "is not YAML at line "),
+    ],
+)
+def test_a_wrong_file_is_one_usage_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        load_settings(_write(tmp_path, text), {})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_not_utf8_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.yaml cannot be read: No such file"):
+        load_settings(tmp_path / "nowhere.yaml", {})
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"seed: 1 # caf\xe9")
+    with pytest.raises(UsageError, match="is not UTF-8 at byte 13"):
+        load_settings(path, {})
+
+
+def test_a_cuda_device_with_a_number_is_allowed() -> None:
+    assert load_settings(None, {"device": "cuda:1"}).device == "cuda:1"
+
+
+QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("settings", "checkpoint", "expected"),
+    [
+        (Settings(), QWEN, SamplingSettings()),
+        (Settings(temperature=0.7, top_p=0.9), QWEN, SamplingSettings(temperature=0.7, top_p=0.9)),
+        (Settings(repetition_penalty=1.1), QWEN, SamplingSettings(repetition_penalty=1.1)),
+        (Settings(sampling="checkpoint"), QWEN, SamplingSettings(temperature=0.6, top_k=20, top_p=0.95)),
+        (Settings(sampling="checkpoint"), {**QWEN, "do_sample": False}, SamplingSettings(top_k=20, top_p=0.95)),
+        (Settings(sampling="checkpoint"), {"do_sample": True}, SamplingSettings(temperature=1.0)),
+        (Settings(sampling="checkpoint"), {}, SamplingSettings()),
+        (Settings(sampling="checkpoint", top_k=5), QWEN, SamplingSettings(temperature=0.6, top_k=5, top_p=0.95)),
+        (Settings(sampling="checkpoint", temperature=0.0), QWEN, SamplingSettings(top_k=20, top_p=0.95)),
+        (Settings(temperature=0.0, top_k=5), QWEN, SamplingSettings(top_k=5)),
+    ],
+)
+def test_sampling_settings(settings: Settings, checkpoint: dict[str, object], expected: SamplingSettings) -> None:
+    assert sampling_settings(settings, checkpoint) == expected
+
+
+@pytest.mark.parametrize("settings", [Settings(top_p=0.9), Settings(sampling="checkpoint", top_p=0.9)])
+def test_a_filter_that_greedy_decoding_would_ignore_is_refused(settings: Settings) -> None:
+    with pytest.raises(UsageError, match="top_p has no effect on greedy decoding"):
+        sampling_settings(settings, {})
