@@ -1,0 +1,61 @@
+"""Prompt sources: what is read, exactly, and what is refused."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from longgen.errors import UsageError
+from longgen.requests import Request, read_requests
+
+NO_INPUT = io.BytesIO()
+
+
+def test_a_file_is_read_exactly_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    text = "\ufeffFirst line\r\nsecond \u00e9\U0001f600\x00 line\n\n"
+    path.write_bytes(text.encode("utf-8"))
+    assert read_requests([str(path)], NO_INPUT) == [Request(id="prompt.txt", source=str(path), text=text)]
+
+
+def test_a_dash_is_standard_input_and_the_order_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("from a file")
+    requests = read_requests([str(path), "-"], io.BytesIO("déjà vu\n".encode()))
+    assert [(request.id, request.text) for request in requests] == [("a.txt", "from a file"), ("stdin", "déjà vu\n")]
+
+
+@pytest.mark.parametrize(
+    ("data", "offset"), [(b"abc\xff", "3"), (b"x" * 4096 + b"\xe9t\xe9", "4,096"), (b"ab\xc3", "2")]
+)
+def test_text_that_is_not_utf8_is_refused_with_file_and_offset(tmp_path: Path, data: bytes, offset: str) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=rf"latin\.txt is not UTF-8: byte 0x\w\w at offset {offset}$"):
+        read_requests([str(path)], NO_INPUT)
+    with pytest.raises(UsageError, match=f"standard input is not UTF-8: .* at offset {offset}$"):
+        read_requests(["-"], io.BytesIO(data))
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.txt cannot be read: No such file"):
+        read_requests([str(tmp_path / "nowhere.txt")], NO_INPUT)
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        read_requests([str(tmp_path)], NO_INPUT)
+    with pytest.raises(UsageError, match="cannot be read: embedded null"):
+        read_requests(["a\0b"], NO_INPUT)
+
+
+def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UsageError, match=r"empty\.txt is empty"):
+        read_requests([str(tmp_path / "empty.txt")], NO_INPUT)
+    with pytest.raises(UsageError, match="standard input is empty"):
+        read_requests(["-"], NO_INPUT)
+
+
+def test_standard_input_can_be_read_only_once() -> None:
+    with pytest.raises(UsageError, match="more than once"):
+        read_requests(["-", "-"], io.BytesIO(b"text"))
