@@ -1,0 +1,179 @@
+"""Checkpoint folders: found, checked before anything is loaded, then loaded through transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longgen.errors import CheckpointError
+from longgen.model.adapter import ATTENTION_NAME, register_attention
+from longgen.model.rope import check_rope
+from longgen.model.shards import check_shards
+
+TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# Vision-language folders, of which the text part is used.
+VISION_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+SUPPORTED_TYPES = (*TEXT_TYPES, *VISION_TYPES)
+
+_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
+
+
+def resolve_checkpoint(name: str) -> Path:
+    """The folder of a checkpoint named by a path or by a hub id such as `Qwen/Qwen3-0.6B`.
+
+    What exists is a path, and so is what can only be one: a name that starts with `.`, `/` or `~`, ends with a slash or
+    has more than one. A hub id is taken from the hub cache or downloaded; with HF_HUB_OFFLINE=1 or
+    TRANSFORMERS_OFFLINE=1 the network is never touched.
+
+    Raises:
+        CheckpointError: no such folder, or the hub id cannot be had.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or not _may_be_hub_id(name):
+        return _checked_folder(path)
+    return _from_hub(name)
+
+
+def _may_be_hub_id(name: str) -> bool:
+    return bool(name) and name[0] not in "./~" and not name.endswith(("/", "\\")) and name.count("/") <= 1
+
+
+def _checked_folder(path: Path) -> Path:
+    if not path.exists():
+        raise CheckpointError(f"there is no folder {path}")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} is not a checkpoint folder: it has no config.json")
+    return path
+
+
+def _from_hub(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    offline = any(
+        os.environ.get(name, "").upper() in {"1", "TRUE", "YES", "ON"}
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
+    try:
+        folder = snapshot_download(repo_id, allow_patterns=_DOWNLOADED, local_files_only=offline)
+    except HFValidationError as error:
+        raise CheckpointError(f"{repo_id!r} is neither a folder here nor a valid hub id") from error
+    except LocalEntryNotFoundError as error:
+        why = (
+            "offline, and it is not in the hub cache" if offline else "the hub cannot be reached, and it is not cached"
+        )
+        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {why}") from error
+    # Whatever the hub, the proxy or the disk answers, the user needs one line, not a traceback.
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {reason}") from error
+    return _checked_folder(Path(folder))
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of the folder's text model; for a vision-language folder, of its text part.
+
+    Raises:
+        CheckpointError: an unreadable config, a model type that is not supported, code of the checkpoint's own,
+            quantised weights, or rotary settings that cannot be used.
+    """
+    raw = _read_json(_checked_folder(folder) / "config.json")
+    kind = raw.get("model_type")
+    if kind not in SUPPORTED_TYPES:
+        raise CheckpointError(
+            f"model type {kind!r} of {folder} is not supported; supported are {', '.join(SUPPORTED_TYPES)}"
+        )
+    if raw.get("auto_map"):
+        raise CheckpointError(
+            f"{folder / 'config.json'} asks for Python code of its own (auto_map), which is never run"
+        )
+    text = raw.get("text_config", {}) if kind in VISION_TYPES else raw
+    quantised = raw.get("quantization_config") or text.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown method")
+        raise CheckpointError(f"{folder} holds quantised weights ({method}); use the checkpoint that is not quantised")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # The config classes validate with errors of several libraries; each means the same to the user.
+    except Exception as error:
+        raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {error}") from error
+    if kind in VISION_TYPES:
+        config = _text_config(config)
+    check_rope(config)
+    return config
+
+
+def _text_config(config: Any) -> Any:
+    """The text part, with what the outer config decides for both parts."""
+    text = config.text_config
+    text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+    if getattr(text, "dtype", None) is None:
+        text.dtype = getattr(config, "dtype", None)
+    return text
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Loads the text model for inference, its attention calls going to the Pass.
+
+    Args:
+        folder: a checkpoint folder with safetensors weights.
+        dtype: of the loaded weights.
+        device: where the model is put.
+
+    Returns:
+        A causal language model of transformers, in eval mode and without gradients; `model.config` is its text config.
+
+    Raises:
+        CheckpointError: as read_config, or weights that are missing, truncated or of the wrong shape.
+    """
+    config = read_config(folder)
+    check_shards(folder)
+    register_attention()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {error}") from error
+    _check_report(folder, report)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _check_report(folder: Path, report: dict[str, Any]) -> None:
+    """transformers fills what is missing with random numbers and only logs it."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} weights that config.json calls for are missing in {folder}: {', '.join(missing[:4])}"
+            f"{', ...' if len(missing) > 4 else ''}"
+        )
+    mismatched = sorted(str(key) for key in report["mismatched_keys"])
+    if mismatched:
+        raise CheckpointError(
+            f"{len(mismatched)} weights in {folder} have the wrong shape: {', '.join(mismatched[:4])}"
+        )

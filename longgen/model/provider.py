@@ -1,0 +1,159 @@
+"""A Qwen text model over a Pass: transformers' own modules, our rotary angles, our recurrent states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from longgen.errors import UsageError
+from longgen.kv.layout import AttentionLayer
+from longgen.model.adapter import PassCache, cache_keyword
+from longgen.model.checkpoint import load_model
+from longgen.model.rope import ExactRotary, yarn_factor
+from longgen.model.states import Pass, RecurrentStates, StateSnapshot
+
+
+def attention_layers(config: Any) -> tuple[AttentionLayer, ...]:
+    """The attention layers of a text config with their windows, recurrent layers left out.
+
+    Windows come from the config alone: some models hand theirs to the attention function and some do not.
+    """
+    window = getattr(config, "sliding_window", None) or None
+    # Without layer types (qwen3_moe) a window, where there is one, holds for every layer.
+    default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or default
+    return tuple(
+        AttentionLayer(index, window if kind == "sliding_attention" else None)
+        for index, kind in enumerate(types)
+        if kind != "linear_attention"
+    )
+
+
+class Provider:
+    """The model as the engine sees it: token ids and a Pass in, logits out.
+
+    Args:
+        model: a causal language model of transformers, loaded with `load_model`.
+        config: its text config.
+        slots: requests that may hold recurrent states at the same time.
+    """
+
+    def __init__(self, model: nn.Module, config: Any, *, slots: int = 1) -> None:
+        self.model: Any = model
+        self.config = config
+        parameter = next(model.parameters())
+        self.dtype: torch.dtype = parameter.dtype
+        self.device: torch.device = parameter.device
+        # The text model's rotary module is the only one; every layer receives its cos and sin.
+        self.model.get_submodule("model").rotary_emb = ExactRotary(config, self.device)
+        self._cache_keyword = cache_keyword(model)
+        self._layers = attention_layers(config)
+        attending = {layer.index for layer in self._layers}
+        self._recurrent_layers = tuple(i for i in range(config.num_hidden_layers) if i not in attending)
+        self._states = (
+            RecurrentStates(config, self._recurrent_layers, slots=slots, dtype=self.dtype, device=self.device)
+            if self._recurrent_layers
+            else None
+        )
+        self._batches_experts = self.device.type != "cpu" and getattr(config, "_experts_implementation", "") == (
+            "grouped_mm"
+        )
+
+    @classmethod
+    def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device, slots: int = 1) -> Provider:
+        """Loads a checkpoint folder. Raises CheckpointError if it is broken or of an unsupported kind."""
+        model: Any = load_model(folder, dtype, device)
+        return cls(model, model.config, slots=slots)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.config.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        """Tokens the model was made for: its trained window, stretched by YaRN where the config says so."""
+        window = self.config.max_position_embeddings
+        parameters = self.config.rope_parameters
+        if parameters.get("rope_type") == "yarn":
+            return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(self.config)))
+        return window
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state that cannot be cropped, only restored."""
+        return self._states is not None
+
+    def layer_specs(self) -> tuple[AttentionLayer, ...]:
+        """The layers whose K and V the store keeps, in model order."""
+        return self._layers
+
+    @torch.no_grad()
+    def forward(self, pass_: Pass, ids: torch.Tensor, positions: torch.Tensor, keep: int = 1) -> torch.Tensor:
+        """Runs the new tokens of a pass. K and V go to the pass, recurrent states become the slots' at its commit.
+
+        Args:
+            pass_: the pass that `ids` belong to: B slots of one token, or one slot of n.
+            ids: int64 [B, n] token ids.
+            positions: int64 [B, n], position of each token in its slot.
+            keep: rows of logits to return, counted from the end.
+
+        Returns:
+            float32 [B, keep, vocab].
+
+        Raises:
+            UsageError: `ids` does not fit the pass, or `keep` is not between 1 and n.
+        """
+        batch, count = ids.shape
+        if batch != len(pass_.slots) or any(tokens != count for tokens in pass_.tokens):
+            raise UsageError(f"ids are {batch} x {count}, but the pass serves slots {pass_.slots} with {pass_.tokens}")
+        if not 1 <= keep <= count:
+            raise UsageError(f"keep={keep} rows of logits asked for from a pass of {count} tokens")
+        self._choose_experts(count)
+        states = self._states.begin(pass_) if self._states is not None else None
+        cache = PassCache(self.config.num_hidden_layers, self._recurrent_layers, states)
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=keep,
+            longgen_pass=pass_,
+            **{self._cache_keyword: cache},
+        )
+        return output.logits.float()
+
+    def snapshot(self, slot_id: int) -> StateSnapshot:
+        """A copy of the slot's recurrent states; an empty value for a model without them."""
+        return self._states.snapshot(slot_id) if self._states is not None else StateSnapshot()
+
+    def restore(self, slot_id: int, state: StateSnapshot) -> None:
+        """Puts a snapshot back into a slot."""
+        if self._states is not None:
+            self._states.restore(slot_id, state)
+
+    def reset(self, slot_id: int) -> None:
+        """Forgets the slot's recurrent states."""
+        if self._states is not None:
+            self._states.reset(slot_id)
+
+    def poison(self) -> None:
+        """Fills every recurrent state with NaN; `reset` makes a slot usable again. For tests of the reset."""
+        if self._states is not None:
+            self._states.poison()
+
+    def _choose_experts(self, count: int) -> None:
+        """Grouped expert kernels for many tokens, batched ones for a decode step, as transformers' `generate` does."""
+        if self._batches_experts:
+            wanted = "batched_mm" if count == 1 else "grouped_mm"
+            if self.config._experts_implementation != wanted:
+                self.model.set_experts_implementation(wanted)

@@ -1,0 +1,140 @@
+"""Rotary embedding with angles in float64, exact at positions of millions.
+
+transformers multiplies float32 positions by float32 frequencies: the angle is off by 0.1 rad at 4 million tokens, and
+above 2**24 neighbouring positions share one float. Here both factors are float64 and only cos and sin are rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from longgen.errors import CheckpointError
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "yarn")
+
+
+def check_rope(config: Any) -> None:
+    """Raises CheckpointError if the rotary settings of `config` (a transformers text config) are not supported."""
+    parameters = config.rope_parameters
+    if parameters.get("rope_theta") is None:
+        raise CheckpointError(f"rope_parameters without one rope_theta for all layers are not supported: {parameters}")
+    kind = parameters.get("rope_type", "default")
+    if kind == "dynamic":
+        raise CheckpointError(
+            "rope type 'dynamic' changes every angle as the sequence grows, so keys already cached would be wrong; "
+            "set rope_scaling to null, or to yarn, in config.json"
+        )
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise CheckpointError(f"rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}")
+    if kind == "linear" and not parameters.get("factor"):
+        raise CheckpointError("rope type 'linear' needs a factor in config.json's rope_scaling")
+
+
+def rotary_frequencies(config: Any) -> tuple[torch.Tensor, float]:
+    """The inverse frequencies of `config` and the factor on cos and sin.
+
+    Returns:
+        inv_freq: float64 [rotary_dim / 2], radians per token; and the attention factor (1.0 but for YaRN).
+    """
+    parameters = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    period_root = float(parameters["rope_theta"]) ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    kind = parameters.get("rope_type", "default")
+    if kind == "linear":
+        return 1.0 / (period_root * float(parameters["factor"])), 1.0
+    if kind == "yarn":
+        return _yarn_frequencies(config, period_root, dim)
+    return 1.0 / period_root, 1.0
+
+
+def yarn_factor(config: Any) -> float:
+    """By how much YaRN stretches the trained window; where the config names no factor, the ratio of its two windows."""
+    parameters = config.rope_parameters
+    factor = parameters.get("factor")
+    return float(factor or config.max_position_embeddings / parameters["original_max_position_embeddings"])
+
+
+def _yarn_frequencies(config: Any, period_root: torch.Tensor, dim: int) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2): slow pairs are interpolated, fast ones left alone."""
+    parameters = config.rope_parameters
+    factor = yarn_factor(config)
+    window = parameters["original_max_position_embeddings"]
+
+    def pair_with(rotations: float) -> float:
+        base = float(parameters["rope_theta"])
+        return dim * math.log(window / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = pair_with(parameters.get("beta_fast") or 32)
+    high = pair_with(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    inv_freq = (interpolated / factor + (1 - interpolated)) / period_root
+    return inv_freq, _yarn_attention_factor(parameters, factor)
+
+
+def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
+
+
+class ExactRotary(nn.Module):
+    """Takes the place of a model's `rotary_emb`: same call, same result at short positions, exact at any.
+
+    Args:
+        config: a transformers text config that check_rope() has accepted.
+        device: where the model is; the module does not move with it.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        super().__init__()
+        inv_freq, self.attention_factor = rotary_frequencies(config)
+        # A plain attribute, not a buffer: model.to(torch.bfloat16) would round a buffer.
+        self.inv_freq = inv_freq.to(device)
+        # Multimodal models rotate some pairs by height and width positions (interleaved: pair % 3 is 1 or 2).
+        section = config.rope_parameters.get("mrope_section") or (11, 11, 10)
+        self._axis_pairs = tuple((axis, slice(axis, section[axis] * 3, 3)) for axis in (1, 2))
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for `position_ids`.
+
+        Args:
+            x: gives the dtype of the result.
+            position_ids: integers [B, n], or [3, B, n] (time, height, width), or [4, B, n] (text first, ignored).
+
+        Returns:
+            cos, sin: [B, n, rotary_dim] in x's dtype, scaled by the attention factor.
+        """
+        angles = position_ids.to(torch.float64).unsqueeze(-1) * self.inv_freq
+        if angles.ndim == 4:
+            angles = self._merge_axes(angles[-3:])
+        angles = torch.cat((angles, angles), dim=-1)
+        return self._scaled(angles.cos(), x.dtype), self._scaled(angles.sin(), x.dtype)
+
+    def _scaled(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (values * self.attention_factor).to(dtype)
+
+    def _merge_axes(self, angles: torch.Tensor) -> torch.Tensor:
+        merged = angles[0].clone()
+        for axis, pairs in self._axis_pairs:
+            merged[..., pairs] = angles[axis][..., pairs]
+        return merged
