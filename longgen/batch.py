@@ -1,0 +1,181 @@
+"""The request loop: requests one after another through one engine, each ended by a reset whatever happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, TextIO
+
+from longgen.config import Settings, sampling_settings
+from longgen.errors import LongGenError, UsageError
+from longgen.progress import PrefillProgress
+from longgen.requests import Request
+from longgen.sampling import Sampler, SamplingSettings, record_seed
+
+if TYPE_CHECKING:
+    from longgen.engine import Engine
+    from longgen.model.tokenizer import TextTokenizer
+
+_SLOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request made ready for the engine. prompt: its token ids."""
+
+    request: Request
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What holds for every job of a run.
+
+    cap: most tokens of a prompt and its text together.   max_new_tokens: most tokens of the text alone.
+    stop_ids: token ids that end a text.   seed: see longgen.sampling.record_seed.
+    progress: whether to draw the prefill's bar.
+    """
+
+    cap: int
+    max_new_tokens: int
+    stop_ids: Collection[int]
+    sampling: SamplingSettings
+    seed: int
+    progress: bool
+
+
+def run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
+    """Answer the requests from the checkpoint `model`, a folder or a hub id: texts to `out` as UTF-8, notices to `err`.
+
+    Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
+    Raises LongGenError for what is wrong with the run as a whole.
+    """
+    from longgen.engine import Engine, EngineOptions
+    from longgen.model.checkpoint import read_config, resolve_checkpoint
+    from longgen.model.tokenizer import TextTokenizer, generation_settings
+
+    folder = resolve_checkpoint(model)
+    read_config(folder)
+    sampling = sampling_settings(settings, generation_settings(folder))
+    tokenizer = TextTokenizer.load(folder)
+    chat = choose_chat(settings.chat, tokenizer.has_chat_template)
+    print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
+    jobs = [Job(request, tuple(tokenizer.encode(request.text, chat))) for request in requests]
+    if settings.max_len is not None:
+        check_lengths(jobs, settings.max_len, trained=False)
+    engine = Engine.load(
+        folder,
+        EngineOptions(
+            device=settings.device,
+            dtype=settings.dtype,
+            block_size=settings.block_size,
+            chunk_size=settings.chunk_size,
+            resident_blocks=settings.resident_blocks,
+        ),
+    )
+    if settings.max_len is None:
+        check_lengths(jobs, engine.provider.max_position, trained=True)
+    options = RunOptions(
+        cap=engine.provider.max_position if settings.max_len is None else settings.max_len,
+        max_new_tokens=settings.max_new_tokens,
+        stop_ids=tokenizer.eos_ids(folder),
+        sampling=sampling,
+        seed=settings.seed,
+        progress=err.isatty() if settings.progress is None else settings.progress,
+    )
+    return run_jobs(engine, tokenizer, jobs, options, out, err)
+
+
+def choose_chat(asked: bool | None, has_template: bool) -> bool:
+    """Whether prompts go through the chat template. Raises UsageError if it is asked for and there is none."""
+    if asked and not has_template:
+        raise UsageError("the checkpoint has no chat template; give --raw to take the prompt as it is")
+    return has_template if asked is None else asked
+
+
+def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:
+    """Raise UsageError if a prompt leaves no room for one token under `cap`, the trained window or the user's own."""
+    for job in jobs:
+        count = len(job.prompt)
+        if count == 0:
+            raise UsageError(f"the prompt {job.request.source} comes to no tokens; there is nothing to continue")
+        if count + 1 > cap:
+            limit, remedy = (
+                (f"the {cap:,} that the checkpoint was trained for", "give --max-len to go beyond that")
+                if trained
+                else (f"--max-len, {cap:,}", f"raise it to {count + 1:,} or more")
+            )
+            raise UsageError(
+                f"the prompt {job.request.source} has {count:,} tokens, with one generated {count + 1:,}, "
+                f"which is more than {limit}; {remedy}, or shorten the prompt"
+            )
+
+
+def run_jobs(
+    engine: Engine,
+    tokenizer: TextTokenizer,
+    jobs: Sequence[Job],
+    options: RunOptions,
+    out: BinaryIO,
+    err: TextIO,
+) -> int:
+    """Run the jobs in order. A LongGenError of one is reported to `err` and ends that job only.
+
+    Returns the exit code: 0, or that of the first job that failed. Any other exception, such as KeyboardInterrupt, or
+    BrokenPipeError when nobody reads `out` any more, ends the run after the reset.
+    """
+    code = 0
+    for job in jobs:
+        try:
+            _run_job(engine, tokenizer, job, options, out, err)
+        except LongGenError as error:
+            print(f"longgen: error: {job.request.source}: {error}", file=err)
+            code = code or error.exit_code
+        finally:
+            engine.reset(_SLOT)
+    return code
+
+
+def _run_job(
+    engine: Engine, tokenizer: TextTokenizer, job: Job, options: RunOptions, out: BinaryIO, err: TextIO
+) -> None:
+    """Stream one job's text to `out`, exactly as generated and with one newline after it, and its figures to `err`."""
+    count = len(job.prompt)
+    sampler = Sampler(options.sampling, record_seed(options.seed, job.request.id))
+    decoder = tokenizer.decode_stream()
+    started = time.monotonic()
+    with PrefillProgress(count, shown=options.progress, stream=err) as bar:
+        generation = engine.generate(
+            job.prompt,
+            max_new_tokens=min(options.max_new_tokens, options.cap - count),
+            stop_ids=options.stop_ids,
+            sampler=sampler,
+            slot_id=_SLOT,
+            on_prefill=bar.update,
+        )
+        tokens = iter(generation)
+        token = next(tokens, None)
+    prefilled = time.monotonic()
+    generated = 0
+    while token is not None:
+        generated += 1
+        _write(out, decoder.push(token))
+        token = next(tokens, None)
+    _write(out, decoder.flush() + "\n")
+    ended = time.monotonic()
+    prefill_rate = count / max(prefilled - started, 1e-9)
+    rates = f"prefill {prefill_rate:,.0f} tok/s"
+    if generated > 1:  # the first token is the prefill's
+        rates += f", decode {(generated - 1) / max(ended - prefilled, 1e-9):,.1f} tok/s"
+    print(
+        f"longgen: {job.request.source}: {count:,} prompt tokens, {generated:,} generated "
+        f"({generation.finish_reason}), {rates}",
+        file=err,
+    )
+
+
+def _write(out: BinaryIO, text: str) -> None:
+    if text:
+        out.write(text.encode("utf-8"))
+        out.flush()

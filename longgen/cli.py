@@ -1,0 +1,137 @@
+"""The command line: parse, wire, print. What is slow to import is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import longgen
+from longgen.config import load_settings
+from longgen.errors import LongGenError
+from longgen.requests import read_requests
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Generate after very long prompts on one GPU, with the KV cache in host memory.",
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"longgen {longgen.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Generate after very long prompts on one GPU, with the KV cache in host memory."""
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Option(metavar="DIR|HUB_ID", help="Checkpoint folder, or its id on the hub.")],
+    prompt: Annotated[
+        list[str], typer.Option(metavar="FILE|-", help="UTF-8 text file, or - for standard input. May be repeated.")
+    ],
+    max_len: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTH", help="Cap on prompt + generated tokens, e.g. 4M. Default: the trained window."),
+    ] = None,
+    max_new_tokens: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Most tokens to generate. Default: 256.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the chat template, or not. Default: where the checkpoint has one."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Default: auto.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="auto|bfloat16|float16|float32", help="Default: auto, the checkpoint's.")
+    ] = None,
+    block_size: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Tokens in a block of the KV cache. Default: 1024.")
+    ] = None,
+    chunk_size: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Tokens prefilled in one pass, a multiple of the block.")
+    ] = None,
+    resident_blocks: Annotated[
+        int | None, typer.Option(metavar="N", help="Blocks of each layer kept on the device. Default: 0.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="YAML", help="Settings file; flags come before it. See configs/default.yaml.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Start of the random numbers. Default: 0.")] = None,
+    sampling: Annotated[
+        str | None,
+        typer.Option(metavar="greedy|checkpoint", help="Most likely token, or the checkpoint's generation settings."),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="X", help="Above 0 samples; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="N", help="Sample among the N most likely; 0 is all.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="X", help="Sample among those that reach X together.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(metavar="X", help="Sample among those at least X as likely as the first.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="X", help="Make tokens seen before less likely; 1 is off.")
+    ] = None,
+    progress: Annotated[bool | None, typer.Option(help="Draw a bar during prefill. Default: on a terminal.")] = None,
+) -> None:
+    """Answer prompts: the text streams to standard output, everything else goes to standard error."""
+    flags = {name: value for name, value in locals().items() if name not in ("model", "prompt", "config")}
+    with _stopping():
+        settings = load_settings(config, flags)
+        requests = read_requests(prompt, sys.stdin.buffer)
+
+        from longgen import batch
+
+        raise typer.Exit(batch.run(model, requests, settings, sys.stdout.buffer, sys.stderr))
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Exit codes for a command that is told to stop: by Ctrl-C, or by the reader of its output going away."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("longgen: interrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (None: the program's own arguments). Returns the exit code; README.md lists them."""
+    try:
+        app(args=arguments, prog_name="longgen")
+    except LongGenError as error:
+        print(f"longgen: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as error:
+        return _exit_code(error)
+    return 0
+
+
+def _exit_code(error: SystemExit) -> int:
+    code = error.code if isinstance(error.code, int) else 1
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads any more: let Python's own flush at exit go nowhere instead of complaining.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

@@ -1,0 +1,173 @@
+"""The request loop: what reaches the output, and that every request ends with a reset. The engine is a stand-in."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from longgen import batch
+from longgen.errors import CapacityError, UsageError
+from longgen.requests import Request
+from longgen.sampling import SamplingSettings
+
+
+@dataclass
+class FakeGeneration:
+    tokens: Iterator[int]
+    finish_reason: str = "stop"
+
+    def __iter__(self) -> Iterator[int]:
+        return self.tokens
+
+
+@dataclass
+class FakeEngine:
+    """Yields the prompt back, then raises what it was told to; notes each call."""
+
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
+
+    def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, on_prefill: Callable[[int], None], **others: Any
+    ) -> FakeGeneration:
+        self.calls.append(("generate", tuple(prompt), max_new_tokens))
+        return FakeGeneration(self._tokens(prompt, max_new_tokens, on_prefill))
+
+    def _tokens(self, prompt: Sequence[int], count: int, on_prefill: Callable[[int], None]) -> Iterator[int]:
+        on_prefill(len(prompt))
+        yield from prompt[:count]
+        if prompt[0] in self.failures:
+            raise self.failures[prompt[0]]
+
+    def reset(self, slot_id: int) -> None:
+        self.calls.append(("reset", slot_id))
+
+
+class FakeStream:
+    """Holds every odd token back until the next push or the flush, as a decoder does with half a character."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, token: int) -> str:
+        text, self.held = self.held + chr(token), ""
+        if token % 2:
+            text, self.held = text[:-1], text[-1]
+        return text
+
+    def flush(self) -> str:
+        return self.held
+
+
+class FakeTokenizer:
+    def decode_stream(self) -> FakeStream:
+        return FakeStream()
+
+
+def _job(text: str, source: str = "a.txt") -> batch.Job:
+    return batch.Job(Request(source, source, text), tuple(map(ord, text)))
+
+
+def _options(cap: int = 1000, max_new_tokens: int = 100) -> batch.RunOptions:
+    return batch.RunOptions(cap, max_new_tokens, (), SamplingSettings(), seed=0, progress=False)
+
+
+def _run(
+    engine: FakeEngine, jobs: Sequence[batch.Job], options: batch.RunOptions, out: Any = None
+) -> tuple[int, bytes, str]:
+    out, err = out or io.BytesIO(), io.StringIO()
+    code = batch.run_jobs(cast(Any, engine), cast(Any, FakeTokenizer()), jobs, options, out, err)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_the_text_is_written_exactly_and_one_newline_follows() -> None:
+    text = "a\u00e9\u4f60\r\n\n"
+    code, out, err = _run(FakeEngine(), [_job(text)], _options())
+    assert (code, out) == (0, text.encode() + b"\n")
+    assert "a.txt: 6 prompt tokens, 6 generated (stop), prefill " in err
+
+
+def test_text_streams_as_it_comes() -> None:
+    written: list[bytes] = []
+
+    class Spy(io.BytesIO):
+        def flush(self) -> None:
+            written.append(self.getvalue())
+
+    _run(FakeEngine(), [_job("bdf")], _options(), Spy())
+    assert written == [b"b", b"bd", b"bdf", b"bdf\n"]
+
+
+def test_the_cap_counts_prompt_and_text_together() -> None:
+    engine = FakeEngine()
+    _run(engine, [_job("b" * 10)], _options(cap=14, max_new_tokens=100))
+    _run(engine, [_job("b" * 10)], _options(cap=14, max_new_tokens=3))
+    assert [call[2] for call in engine.calls if call[0] == "generate"] == [4, 3]
+
+
+def test_each_request_ends_with_a_reset_before_the_next_begins() -> None:
+    engine = FakeEngine()
+    _run(engine, [_job("b"), _job("d")], _options())
+    assert [call[0] for call in engine.calls] == ["generate", "reset", "generate", "reset"]
+
+
+def test_a_request_that_fails_is_reported_reset_and_leaves_the_others_alone() -> None:
+    engine = FakeEngine({ord("x"): CapacityError("no room for 7 blocks")})
+    code, out, err = _run(engine, [_job("x", "bad.txt"), _job("d")], _options())
+    assert code == 1
+    assert out.endswith(b"d\n")
+    assert "longgen: error: bad.txt: no room for 7 blocks\n" in err
+    assert [call[0] for call in engine.calls] == ["generate", "reset", "generate", "reset"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), RuntimeError("a fault")])
+def test_what_ends_the_run_still_resets(stop: BaseException) -> None:
+    engine = FakeEngine({ord("x"): stop})
+    with pytest.raises(type(stop)):
+        _run(engine, [_job("x"), _job("d")], _options())
+    assert [call[0] for call in engine.calls] == ["generate", "reset"]
+
+
+def test_a_closed_output_ends_the_run_and_resets() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    engine = FakeEngine()
+    out = os.fdopen(writing, "wb", buffering=0)
+    try:
+        with pytest.raises(BrokenPipeError):
+            _run(engine, [_job("b"), _job("d")], _options(), out)
+    finally:
+        out.close()
+    assert [call[0] for call in engine.calls] == ["generate", "reset"]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_counts() -> None:
+    batch.check_lengths([_job("x" * 1023)], 1024, trained=False)
+    with pytest.raises(
+        UsageError, match=r"b\.txt has 1,024 tokens, with one generated 1,025, .* than --max-len, 1,024;"
+    ):
+        batch.check_lengths([_job("x"), _job("x" * 1024, "b.txt")], 1024, trained=False)
+    with pytest.raises(UsageError, match=r"than the 1,024 that the checkpoint was trained for; give --max-len"):
+        batch.check_lengths([_job("x" * 1024)], 1024, trained=True)
+
+
+def test_a_prompt_of_no_tokens_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"a\.txt comes to no tokens"):
+        batch.check_lengths([_job("")], 1024, trained=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_template", "chat"), [(None, True, True), (None, False, False), (False, True, False)]
+)
+def test_chat_is_the_default_where_there_is_a_template(asked: bool | None, has_template: bool, chat: bool) -> None:
+    assert batch.choose_chat(asked, has_template) is chat
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    with pytest.raises(UsageError, match="no chat template; give --raw"):
+        batch.choose_chat(True, False)

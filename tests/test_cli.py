@@ -1,0 +1,247 @@
+"""The program as a user runs it, on tiny checkpoints: what goes to which stream, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from longgen import __version__
+from longgen.cli import main
+from longgen.model.tiny import make_checkpoint
+
+TEXT = "The quick brown fox jumps over the lazy dog, and then the other dogs think.\n" * 4
+SMALL = ("--block-size", "16", "--chunk-size", "64", "--dtype", "float32", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def _command(checkpoint: Path, prompt: Path | str, *more: str) -> list[str]:
+    return ["run", "--model", str(checkpoint), "--prompt", str(prompt), *SMALL, *more]
+
+
+def _reference(checkpoint: Path, text: str, tokens: int, chat: bool) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    if chat:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "longgen", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize("flags", [("--raw",), ("--chat",), ()])
+def test_the_text_is_that_of_transformers(checkpoint: Path, prompt: Path, flags: tuple[str, ...]) -> None:
+    process = _start(_command(checkpoint, prompt, *flags, "--max-new-tokens", "24"))
+    out, err = process.communicate(timeout=120)
+    chat = flags != ("--raw",)
+    assert out.decode("utf-8") == _reference(checkpoint, TEXT, 24, chat) + "\n"
+    assert process.returncode == 0
+    lines = err.decode().splitlines()
+    assert lines[0] == f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}"
+    assert f"{prompt}: " in lines[-1]
+
+
+def test_standard_input_gives_the_same_text_as_a_file(
+    checkpoint: Path, prompt: Path, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(_command(checkpoint, prompt, "--max-new-tokens", "8")) == 0
+    from_file = capsysbinary.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert main(_command(checkpoint, "-", "--max-new-tokens", "8")) == 0
+    assert capsysbinary.readouterr().out == from_file != b""
+
+
+def test_a_second_prompt_does_not_see_the_first(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Something else, and shorter.")
+    texts = []
+    for path in (prompt, other):
+        assert main(_command(checkpoint, path, "--max-new-tokens", "12")) == 0
+        texts.append(capsysbinary.readouterr().out)
+    more = ("--prompt", str(other), "--prompt", str(prompt), "--max-new-tokens", "12")
+    assert main(_command(checkpoint, prompt, *more)) == 0
+    assert capsysbinary.readouterr().out == texts[0] + texts[1] + texts[0]
+
+
+def test_sampling_follows_the_seed(checkpoint: Path, prompt: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    def sample(*flags: str) -> bytes:
+        assert main(_command(checkpoint, prompt, "--max-new-tokens", "16", *flags)) == 0
+        return capsysbinary.readouterr().out
+
+    warm = ("--temperature", "1.5")
+    assert sample(*warm, "--seed", "1") == sample(*warm, "--seed", "1")
+    assert sample(*warm, "--seed", "1") != sample(*warm, "--seed", "2")
+    assert sample("--seed", "1") == sample("--seed", "2")
+    # The tiny checkpoint's own settings sample too; top-k 1 leaves the greedy token.
+    assert sample("--sampling", "checkpoint", "--top-k", "1") == sample()
+
+
+def test_a_settings_file_is_used_and_flags_come_before_it(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text("max_new_tokens: 3\nchat: false\n")
+    assert main(_command(checkpoint, prompt, "--config", str(config))) == 0
+    err = capsys.readouterr().err
+    assert "raw prompt" in err
+    assert "3 generated (length)" in err
+    assert main(_command(checkpoint, prompt, "--config", str(config), "--max-new-tokens", "2")) == 0
+    assert "2 generated (length)" in capsys.readouterr().err
+
+
+def test_max_len_ends_the_text_and_refuses_a_prompt_without_room(
+    checkpoint: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = len(AutoTokenizer.from_pretrained(checkpoint)(TEXT)["input_ids"])
+    assert main(_command(checkpoint, prompt, "--raw", "--max-len", str(count + 2))) == 0
+    assert f"{count} prompt tokens, 2 generated (length)" in capsys.readouterr().err
+    assert main(_command(checkpoint, prompt, "--raw", "--max-len", str(count))) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"has {count} tokens, with one generated {count + 1}, which is more than --max-len, {count};" in captured.err
+
+
+def test_a_prompt_beyond_the_trained_window_needs_max_len(
+    tmp_path: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = make_checkpoint(tmp_path / "small", "qwen3", max_position=64)
+    assert main(_command(small, prompt)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "which is more than the 64 that the checkpoint was trained for; give --max-len" in captured.err
+    assert main(_command(small, prompt, "--max-len", "4K", "--max-new-tokens", "2")) == 0
+
+
+def test_progress_is_drawn_when_asked_for(checkpoint: Path, prompt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_command(checkpoint, prompt, "--max-new-tokens", "1", "--progress")) == 0
+    assert "prefill: 100%" in capsys.readouterr().err
+    assert main(_command(checkpoint, prompt, "--max-new-tokens", "1")) == 0
+    assert "prefill:" not in capsys.readouterr().err
+
+
+def _folder_with_config(folder: Path, **config: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_what_is_wrong_with_a_checkpoint_is_one_line_and_exit_code_2(
+    tmp_path: Path, prompt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__init__", _no_module)
+    folders = {
+        tmp_path / "nowhere": "nowhere",
+        _folder_with_config(tmp_path / "other", model_type="llama"): "'llama'",
+        _folder_with_config(tmp_path / "none"): "None",
+    }
+    for folder, named in folders.items():
+        assert main(_command(folder, prompt)) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert captured.err.startswith("longgen: error: ")
+        assert named in captured.err
+
+
+def _no_module(*_: object, **__: object) -> None:
+    raise AssertionError("a model was built")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--max-len", "1.5K"), "longgen: error: max_len: '1.5K' is not a length"),
+        (("--max-len", "0"), "longgen: error: max_len: '0' is not a length"),
+        (("--max-len=-1",), "longgen: error: max_len: '-1' is not a length"),
+        (("--max-len", ""), "longgen: error: max_len: '' is not a length"),
+        (("--max-new-tokens", "4MB"), "longgen: error: max_new_tokens: '4MB' is not a length"),
+        (("--chunk-size", "24"), "longgen: error: chunk_size is 24 tokens; it must be a multiple of block_size, 16"),
+        (("--device", "gpu"), "longgen: error: device: 'gpu' is not allowed"),
+        (("--dtype", "int8"), "longgen: error: dtype: 'int8' is not allowed"),
+        (("--temperature", "nan"), "longgen: error: temperature: nan is not a number"),
+        (("--temperature=-1",), "longgen: error: temperature is -1.0; it must be 0 or more"),
+        (("--top-p", "0.9"), "longgen: error: top_p has no effect on greedy decoding"),
+        (("--seed=-1",), "longgen: error: seed: -1 is not allowed"),
+        (("--config", "nowhere.yaml"), "longgen: error: the configuration nowhere.yaml cannot be read"),
+        (("--prompt", "nowhere.txt"), "longgen: error: the prompt nowhere.txt cannot be read"),
+        (("--no-such-flag",), "--no-such-flag"),
+    ],
+)
+def test_usage_errors_exit_2_and_leave_standard_output_empty(
+    checkpoint: Path, prompt: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    assert main(_command(checkpoint, prompt, *flags)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_help_and_version_do_not_load_torch() -> None:
+    program = (
+        "import sys; from longgen.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 9 * ('torch' in sys.modules or 'transformers' in sys.modules))"
+    )
+    for arguments, expected in ((["--version"], f"longgen {__version__}\n"), (["run", "--help"], "--resident-blocks")):
+        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+
+
+ENDLESS = ("--max-new-tokens", "20K", "--repetition-penalty", "1.01")
+
+
+def test_an_interrupt_ends_with_130_and_one_line(checkpoint: Path, prompt: Path) -> None:
+    process = _start(_command(checkpoint, prompt, *ENDLESS))
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode().splitlines()[1:] == ["longgen: interrupted"]
+
+
+def test_a_reader_that_goes_away_is_quiet(checkpoint: Path, prompt: Path) -> None:
+    process = _start(_command(checkpoint, prompt, *ENDLESS))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 141
+    assert len(err.splitlines()) == 1, err
+    process.stderr.close()
