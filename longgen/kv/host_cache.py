@@ -104,10 +104,9 @@ class HostCache:
                 self._pool.append(extent.memory)
         self._extents[slot_id].clear()
 
-    def poison(self, value: float) -> None:
-        """Fills the memory of the pool and of every extent with `value`, so that a stale read shows."""
-        used = [extent.memory for extents in self._extents for extent in extents]
-        for memory in (*self._pool, *used):
+    def poison_pool(self, value: float) -> None:
+        """Fills the memory of returned extents with `value`, so that a stale read shows."""
+        for memory in self._pool:
             memory.view(self._layout.dtype).fill_(value)
 
     @property

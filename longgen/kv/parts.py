@@ -44,7 +44,9 @@ class StoreSizes:
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}: at least {least} is needed")
         if not 1 <= self.decode_tokens <= layout.block_size:
-            raise UsageError(f"decode_tokens is {self.decode_tokens}: it must be 1 to the block size {layout.block_size}")
+            raise UsageError(
+                f"decode_tokens is {self.decode_tokens}: it must be 1 to the block size {layout.block_size}"
+            )
         if min(self.resident_by_layer(layout).values(), default=0) < 0:
             raise UsageError("resident_blocks must not be negative")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from longgen.errors import LongGenError
 from longgen.kv.device_buffers import KVBuffer
 from longgen.kv.parts import StoreParts
-from longgen.kv.schedule import Load, ReadSchedule
+from longgen.kv.schedule import Load, Member, ReadSchedule, Run
 from longgen.kv.transfer import Queue
 
 
@@ -29,11 +30,13 @@ class Prefetcher:
                 return
             self._issue(load, self._idle.popleft())
 
-    def take(self) -> tuple[Load, KVBuffer]:
-        """The next load in schedule order; what COMPUTE does from now on sees its data."""
+    def take(self, layer: int, member: Member, run: Run) -> KVBuffer:
+        """The entry that holds `run`, which must be next in schedule order; COMPUTE sees its data from now on."""
         load, entry = self._issued.popleft()
+        if load != Load(layer, member, run):
+            raise LongGenError(f"the ring holds {load}, but layer {layer} reads {run} of slot {member.slot_id}")
         self._parts.transfer.wait(Queue.COMPUTE, entry.filled)
-        return load, entry
+        return entry
 
     def give_back(self, entry: KVBuffer) -> None:
         """The reads of an entry are on the COMPUTE queue: it can be filled again after them."""

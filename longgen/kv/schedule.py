@@ -28,7 +28,7 @@ class Run:
 
     start: int
     stop: int
-    heads: slice = ALL_HEADS
+    heads: slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from longgen.errors import UsageError
+
 Event = Any  # opaque: what `record` returned
 
 
@@ -58,7 +60,7 @@ class CpuTransfer(Transfer):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def record(self, queue: Queue) -> Event:  # noqa: ARG002
+    def record(self, queue: Queue) -> Event:
         return None
 
     def wait(self, queue: Queue, event: Event) -> None:
@@ -75,3 +77,10 @@ class CpuTransfer(Transfer):
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def open_transfer(device: torch.device) -> Transfer:
+    """The transfer of a device."""
+    if device.type == "cpu":
+        return CpuTransfer()
+    raise UsageError(f"device {device} is not supported yet: use cpu")

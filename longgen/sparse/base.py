@@ -54,7 +54,7 @@ class SparsePolicy(ABC):
     supports_decode: bool = True
     watches_blocks: bool = False  # whether on_block_written is called at all
 
-    def needs_query(self, layer: int, phase: Phase) -> bool:  # noqa: ARG002
+    def needs_query(self, layer: int, phase: Phase) -> bool:
         """Whether select_blocks wants the layer's queries. If not, loads are planned before the layer runs."""
         return False
 

@@ -12,9 +12,9 @@ class FullAttentionPolicy(SparsePolicy):
 
     def select_blocks(
         self,
-        layer: int,  # noqa: ARG002
-        phase: Phase,  # noqa: ARG002
-        query: torch.Tensor | None,  # noqa: ARG002
+        layer: int,
+        phase: Phase,
+        query: torch.Tensor | None,
         available: AvailableBlocks,
     ) -> BlockSelection:
         return BlockSelection.everything(available)

@@ -1,0 +1,250 @@
+"""The engine: a request goes through chunked prefill and token-by-token decode over a KV store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longgen.attention.kernels import default_kernels
+from longgen.errors import SlotError, UsageError
+from longgen.kv.layout import KVLayout
+from longgen.kv.parts import StoreSizes
+from longgen.kv.store import KVStore
+from longgen.kv.transfer import open_transfer
+from longgen.model.checkpoint import read_config
+from longgen.model.provider import Provider, StateSnapshot
+from longgen.sampling import Sampler
+from longgen.sparse.base import SparsePolicy
+
+DEFAULT_CHUNK_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine is built. Sizes are explained in `StoreSizes`; `auto` means what the machine and checkpoint offer.
+
+    Attributes:
+        device: auto, cpu, cuda or cuda:N.
+        dtype: auto (the checkpoint's own), bfloat16, float16 or float32.
+        block_size: tokens in a block.
+        chunk_size: tokens in a prefill chunk, a multiple of the block size; None: about 4096.
+        resident_blocks: first blocks of every layer kept on the device.
+        ring_entries, ring_blocks: entries of the ring buffer and blocks in each.
+        slots: requests alive at once.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 1024
+    chunk_size: int | None = None
+    resident_blocks: int = 0
+    ring_entries: int = 4
+    ring_blocks: int = 16
+    slots: int = 1
+
+    def chunk_tokens(self) -> int:
+        """The chunk size in effect. Raises UsageError if it is not a multiple of the block size."""
+        if self.chunk_size is None:
+            return max(1, DEFAULT_CHUNK_TOKENS // self.block_size) * self.block_size
+        if self.chunk_size < 1 or self.chunk_size % self.block_size:
+            raise UsageError(f"chunk size {self.chunk_size} is not a multiple of the block size {self.block_size}")
+        return self.chunk_size
+
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype named. Raises UsageError for another name."""
+        names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+        if self.dtype not in names:
+            raise UsageError(f"dtype {self.dtype!r} is not one of auto, {', '.join(names)}")
+        return names[self.dtype]
+
+    def torch_device(self) -> torch.device:
+        """The device meant. Raises UsageError if there is no such device."""
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+        return device
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Where a slot was: its length and recurrent states. Restoring it undoes everything after."""
+
+    length: int
+    state: StateSnapshot
+
+
+class Engine:
+    """Runs requests in slots. A slot's tokens reach nothing outside it; `reset` ends a request."""
+
+    def __init__(self, provider: Provider, store: KVStore) -> None:
+        self.provider, self.store = provider, store
+        self.chunk_tokens = store.sizes.chunk_tokens
+
+    @classmethod
+    def load(cls, folder: Path, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:
+        """Loads a checkpoint folder and allocates the store's buffers.
+
+        Raises:
+            UsageError: options that contradict each other or name a device that is not there.
+            CheckpointError: a folder that is broken or of an unsupported kind.
+        """
+        device, chunk_tokens = options.torch_device(), options.chunk_tokens()
+        dtype = read_config(folder).dtype if options.dtype == "auto" else options.torch_dtype()
+        provider = Provider.load(folder, dtype=dtype, device=device, slots=options.slots)
+        layout = KVLayout(
+            provider.layer_specs(), provider.kv_heads, provider.head_dim, provider.dtype, options.block_size
+        )
+        sizes = StoreSizes(
+            slots=options.slots,
+            chunk_tokens=chunk_tokens,
+            ring_entries=options.ring_entries,
+            run_blocks=options.ring_blocks,
+            decode_tokens=min(16, options.block_size),
+            resident_blocks=options.resident_blocks,
+            window_keep=options.block_size,
+        )
+        transfer = open_transfer(device)
+        return cls(provider, KVStore(layout, sizes, transfer=transfer, kernels=default_kernels(), policy=policy))
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        sampler: Sampler,
+        slot_id: int = 0,
+        on_prefill: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """Starts a request in a slot. Nothing runs before the first token is asked for.
+
+        Args:
+            prompt: token ids, at least one.
+            max_new_tokens: most tokens to generate.
+            stop_ids: ids that end the answer and are not part of it.
+            on_prefill: called with the prompt tokens done, after each chunk.
+        """
+        return Generation(self, prompt, max_new_tokens, frozenset(stop_ids), sampler, slot_id, on_prefill)
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        slot_id: int = 0,
+        *,
+        new_tokens: int = 0,
+        on_chunk: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Starts a slot afresh with a prompt.
+
+        Args:
+            tokens: the prompt's token ids.
+            new_tokens: tokens that will follow, so that host memory is cut to fit exactly.
+            on_chunk: called with the tokens done, after each chunk.
+
+        Returns:
+            Logits after the last token, float32 [vocab].
+        """
+        self.reset(slot_id)
+        self.store.announce(slot_id, len(tokens) + new_tokens)
+        return self.extend(tokens, slot_id, on_chunk=on_chunk)
+
+    def extend(
+        self, tokens: Sequence[int], slot_id: int = 0, *, on_chunk: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Appends tokens to a slot, chunk by chunk; returns the logits after the last one, float32 [vocab]."""
+        if not len(tokens):
+            raise UsageError("there are no tokens to run: an empty prompt has no answer")
+        ids = torch.as_tensor(tokens, dtype=torch.int64)
+        for start in range(0, len(ids), self.chunk_tokens):
+            chunk = ids[start : start + self.chunk_tokens]
+            logits = self._run([slot_id], chunk[None])
+            if on_chunk:
+                on_chunk(start + len(chunk))
+        return logits[0]
+
+    def decode_step(self, token: int, slot_id: int = 0) -> torch.Tensor:
+        """Appends one token to a slot that holds some; returns the logits after it, float32 [vocab]."""
+        if self.store.length(slot_id) == 0:
+            raise SlotError(f"decode in slot {slot_id} before prefill: it holds no tokens")
+        return self._run([slot_id], torch.tensor([[token]]))[0]
+
+    def snapshot(self, slot_id: int = 0) -> Snapshot:
+        """Marks where a slot is, for `restore`."""
+        return Snapshot(self.store.length(slot_id), self.provider.snapshot(slot_id))
+
+    def restore(self, snapshot: Snapshot, slot_id: int = 0) -> None:
+        """Cuts a slot back to where it was at `snapshot`."""
+        self.store.truncate(slot_id, snapshot.length)
+        self.provider.restore(slot_id, snapshot.state)
+
+    def truncate(self, length: int, slot_id: int = 0) -> None:
+        """Cuts a slot to its first `length` tokens. Models with recurrent layers need `restore`."""
+        if self.provider.is_recurrent and length not in (0, self.store.length(slot_id)):
+            raise SlotError(
+                "this model has recurrent layers, whose state cannot be cut: take a snapshot and restore it"
+            )
+        self.store.truncate(slot_id, length)
+        if length == 0:
+            self.provider.reset(slot_id)
+
+    def reset(self, slot_id: int = 0) -> None:
+        """Ends a slot's request: nothing of it remains on the device or in the slot."""
+        self.store.reset(slot_id)
+        self.provider.reset(slot_id)
+
+    def reset_all(self) -> None:
+        """Ends every slot's request."""
+        for slot_id in range(len(self.store.slots)):
+            self.reset(slot_id)
+
+    def _run(self, slot_ids: list[int], ids: torch.Tensor) -> torch.Tensor:
+        """One pass of ids [B, n] over the slots; returns the logits of each one's last token, float32 [B, vocab]."""
+        count = ids.shape[1]
+        with self.store.begin([(slot_id, count) for slot_id in slot_ids]) as pass_:
+            device = self.provider.device
+            positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
+            logits = self.provider.forward(pass_, ids.to(device), positions.to(device))
+            pass_.commit()
+        return logits[:, -1]
+
+
+class Generation:
+    """The answer of one request as it is made: iterate for token ids, then read `finish_reason`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        sampler: Sampler,
+        slot_id: int,
+        on_prefill: Callable[[int], None] | None,
+    ) -> None:
+        self._engine, self._prompt, self._slot_id = engine, prompt, slot_id
+        self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
+        self._sampler, self._on_prefill = sampler, on_prefill
+        self.finish_reason: str | None = None  # "stop" (a stop id came) or "length", once the iteration is over
+
+    def __iter__(self) -> Iterator[int]:
+        engine, slot_id = self._engine, self._slot_id
+        logits = engine.prefill(self._prompt, slot_id, new_tokens=self._max_new_tokens, on_chunk=self._on_prefill)
+        self._sampler.observe(self._prompt)
+        for produced in range(self._max_new_tokens):
+            token = self._sampler.sample(logits.cpu())
+            if token in self._stop_ids:
+                self.finish_reason = "stop"
+                return
+            yield token
+            if produced + 1 < self._max_new_tokens:
+                logits = engine.decode_step(token, slot_id)
+        self.finish_reason = "length"

@@ -1,0 +1,182 @@
+"""The KV store: slots, their blocks, and the passes that read and extend them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from longgen.attention.kernels import Kernels
+from longgen.errors import CapacityError, SlotError
+from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
+from longgen.kv.host_cache import HostCache
+from longgen.kv.layout import KVLayout
+from longgen.kv.parts import StoreParts, StoreSizes
+from longgen.kv.passes import Pass
+from longgen.kv.schedule import Member
+from longgen.kv.slots import Slot, SlotTable
+from longgen.kv.transfer import Transfer
+from longgen.sparse.base import Phase, SparsePolicy
+from longgen.sparse.full import FullAttentionPolicy
+
+
+class KVStore:
+    """Keeps the KV of several slots: the newest tokens on the device, the rest in host blocks.
+
+    One pass is open at a time: `begin` it, `attend` once per layer, then `commit` or `abort`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        sizes: StoreSizes,
+        *,
+        transfer: Transfer,
+        kernels: Kernels,
+        policy: SparsePolicy | None = None,
+    ) -> None:
+        """Allocates every device buffer. `policy` None is full attention."""
+        sizes.check(layout)
+        self.layout, self.sizes = layout, sizes
+        self.slots = SlotTable(sizes.slots)
+        self._full = FullAttentionPolicy()
+        self._open: Pass | None = None
+        device, resident = transfer.device, sizes.resident_by_layer(layout)
+        self._parts = StoreParts(
+            layout=layout,
+            sizes=sizes,
+            transfer=transfer,
+            kernels=kernels,
+            policy=policy or self._full,
+            host=HostCache(
+                layout,
+                slots=sizes.slots,
+                extent_blocks=sizes.run_blocks,
+                resident=resident,
+                allocate=transfer.allocate_host,
+            ),
+            ring=RingBuffer(layout, entries=sizes.ring_entries, run_blocks=sizes.run_blocks, device=device),
+            prefill=PrefillBuffers(layout, depth=sizes.prefill_depth, chunk_tokens=sizes.chunk_tokens, device=device),
+            decode=DecodeBuffers(layout, slots=sizes.slots, margin=sizes.decode_tokens, device=device),
+            resident=ResidentTier(layout, slots=sizes.slots, blocks=resident, device=device),
+            windows=WindowBuffers(
+                layout,
+                slots=sizes.slots,
+                pass_tokens=max(sizes.chunk_tokens, sizes.decode_tokens),
+                keep=sizes.window_keep,
+                device=device,
+            ),
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for KV now, in bytes."""
+        return self._parts.host.nbytes
+
+    def length(self, slot_id: int) -> int:
+        """Tokens in a slot."""
+        return self.slots[slot_id].length
+
+    def announce(self, slot_id: int, tokens: int) -> None:
+        """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly."""
+        self.slots[slot_id].planned = tokens
+
+    def begin(self, requests: Sequence[tuple[int, int]]) -> Pass:
+        """Opens a pass of n new tokens of one slot, or of one token of each of several slots.
+
+        Passes of up to `sizes.decode_tokens` tokens count as decode, larger ones as prefill.
+
+        Args:
+            requests: (slot id, new tokens) in batch order.
+
+        Raises:
+            SlotError: an unknown slot, one named twice, a batch of more than one token each, or a pass is open.
+            CapacityError: more tokens than the buffers of a pass hold.
+        """
+        members = self._members(requests)
+        tokens = members[0].tokens
+        phase = Phase.DECODE if tokens <= self.sizes.decode_tokens else Phase.PREFILL
+        if phase is Phase.PREFILL and tokens > self.sizes.chunk_tokens:
+            raise CapacityError(f"a pass of {tokens} tokens is larger than the chunk size {self.sizes.chunk_tokens}")
+        for member in members:
+            slot = self.slots[member.slot_id]
+            end = member.length + member.tokens
+            self._parts.host.grow(slot.id, end, slot.planned)
+            slot.written = max(slot.written, end)
+        policy = self._parts.policy
+        supported = policy.supports_decode if phase is Phase.DECODE else policy.supports_prefill
+        self._open = Pass(
+            self._parts, policy if supported else self._full, phase, members, lambda counts: self._end(members, counts)
+        )
+        return self._open
+
+    def truncate(self, slot_id: int, length: int) -> None:
+        """Cuts a slot to its first `length` tokens.
+
+        Raises:
+            SlotError: the slot is in a pass, has fewer tokens, or a sliding-window layer no longer has the tokens
+                before `length`.
+        """
+        slot = self._idle(slot_id)
+        if not 0 <= length <= slot.length:
+            raise SlotError(f"cannot truncate slot {slot_id} to {length} tokens: it has {slot.length}")
+        floor = self._parts.windows.floor(slot.written)
+        if 0 < length < floor:
+            raise SlotError(
+                f"cannot truncate slot {slot_id} to {length} tokens: its sliding-window layers keep the past of "
+                f"{floor} tokens or more (raise window_keep, {self.sizes.window_keep} now)"
+            )
+        if length // self.layout.block_size != slot.length // self.layout.block_size:
+            self._parts.restore_open_block(slot_id, length)
+        slot.length = length
+
+    def reset(self, slot_id: int) -> None:
+        """Empties a slot: no token, no host block, no event and no device data of it remains."""
+        slot = self._idle(slot_id)
+        self._parts.transfer.drain()
+        slot.length = slot.written = slot.planned = 0
+        self._parts.host.release(slot_id)
+        self._parts.policy.reset(slot_id)
+        for layer in self.layout.full_layers:
+            self._parts.offloaded.pop((slot_id, layer), None)
+        for buffer in self._slot_buffers(slot_id):
+            buffer.filled = buffer.free = None
+            buffer.k.zero_()
+            buffer.v.zero_()
+
+    def poison(self, value: float = float("nan")) -> None:
+        """Fills every buffer that holds nothing of a slot with `value`: a read of stale data then shows in the result.
+
+        Slots that hold tokens are left alone, and so are their host blocks.
+        """
+        self._parts.transfer.drain()
+        free = [slot_id for slot_id in range(len(self.slots)) if self.slots[slot_id].length == 0]
+        shared = [*self._parts.ring.entries, *self._parts.prefill.all(), self._parts.windows.scratch()]
+        for buffer in (*shared, *(b for slot_id in free for b in self._slot_buffers(slot_id))):
+            buffer.k.fill_(value)
+            buffer.v.fill_(value)
+        self._parts.host.poison_pool(value)
+
+    def _members(self, requests: Sequence[tuple[int, int]]) -> tuple[Member, ...]:
+        if self._open is not None:
+            raise SlotError(f"a pass over slots {self._open.slots} is open: commit or abort it first")
+        ids = [slot_id for slot_id, _ in requests]
+        if not requests or len(set(ids)) != len(ids):
+            raise SlotError(f"a pass needs one or more different slots, not {ids}")
+        counts = {tokens for _, tokens in requests}
+        if min(counts) < 1 or (len(ids) > 1 and counts != {1}):
+            raise SlotError(f"a pass takes n tokens of one slot or one token of several, not {list(requests)}")
+        return tuple(Member(slot_id, self.slots[slot_id].length, tokens) for slot_id, tokens in requests)
+
+    def _idle(self, slot_id: int) -> Slot:
+        slot = self.slots[slot_id]
+        if self._open is not None and slot_id in self._open.slots:
+            raise SlotError(f"slot {slot_id} is in an open pass: commit or abort it first")
+        return slot
+
+    def _end(self, members: tuple[Member, ...], counts: tuple[int, ...]) -> None:
+        for member, count in zip(members, counts, strict=True):
+            self.slots[member.slot_id].length = member.length + count
+        self._open = None
+
+    def _slot_buffers(self, slot_id: int) -> list[KVBuffer]:
+        parts = (self._parts.decode, self._parts.resident, self._parts.windows)
+        return [buffer for part in parts for buffer in part.of_slot(slot_id).values()]

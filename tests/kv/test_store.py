@@ -1,0 +1,253 @@
+"""The store against a plain list of every token: whatever is done to slots, attention sees exactly their tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from longgen.attention.call import AttentionCall, reference
+from longgen.attention.kernels import default_kernels
+from longgen.errors import CapacityError, LongGenError, SlotError, UsageError
+from longgen.kv.layout import AttentionLayer, KVLayout
+from longgen.kv.parts import StoreSizes
+from longgen.kv.passes import Pass
+from longgen.kv.store import KVStore
+from longgen.kv.transfer import CpuTransfer, Transfer
+from longgen.sparse.base import SparsePolicy
+from tests.kv.lazy_transfer import LazyTransfer
+
+Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+LAYERS = (AttentionLayer(0), AttentionLayer(2, window=9), AttentionLayer(3))
+SCALE = HEAD_DIM**-0.5
+
+
+def make_store(
+    *, block_size: int = 4, transfer: Transfer | None = None, policy: SparsePolicy | None = None, **sizes: object
+) -> KVStore:
+    layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, torch.float32, block_size)
+    defaults = {"chunk_tokens": 24, "ring_entries": 2, "run_blocks": 2, "decode_tokens": 3, "window_keep": 8}
+    store_sizes = StoreSizes(**{**defaults, **sizes})  # type: ignore[arg-type]
+    return KVStore(layout, store_sizes, transfer=transfer or LazyTransfer(), kernels=default_kernels(), policy=policy)
+
+
+@dataclass
+class Mirror:
+    """Every accepted token's K and V, by slot and layer: [kv_heads, length, head_dim]."""
+
+    generator: torch.Generator
+    kv: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def past(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        empty = torch.zeros(KV_HEADS, 0, HEAD_DIM)
+        return self.kv.get((slot, layer), (empty, empty))
+
+    def attend_all(self, pass_: Pass) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Runs random q, k, v through every layer of a pass and checks each output; returns the new k, v by layer."""
+        new = {}
+        batch, n = len(pass_.slots), pass_.tokens[0]
+        for layer in LAYERS:
+            q, k, v = (torch.randn(batch, heads, n, HEAD_DIM, generator=self.generator) for heads in (Q_HEADS, 2, 2))
+            out = pass_.attend(layer.index, q, k, v, SCALE)
+            for i, slot in enumerate(pass_.slots):
+                past_k, past_v = self.past(slot, layer.index)
+                keys, values = torch.cat((past_k, k[i]), 1), torch.cat((past_v, v[i]), 1)
+                call = AttentionCall(q[i], keys, values, SCALE, causal=True, window=layer.window)
+                torch.testing.assert_close(out[i].transpose(0, 1), reference(call)[0].float(), atol=2e-6, rtol=1e-5)
+            new[layer.index] = (k, v)
+        return new
+
+    def accept(self, pass_: Pass, new: dict[int, tuple[torch.Tensor, torch.Tensor]], counts: list[int]) -> None:
+        for i, slot in enumerate(pass_.slots):
+            for layer, (k, v) in new.items():
+                past_k, past_v = self.past(slot, layer)
+                self.kv[slot, layer] = (
+                    torch.cat((past_k, k[i, :, : counts[i]]), 1),
+                    torch.cat((past_v, v[i, :, : counts[i]]), 1),
+                )
+
+    def truncate(self, slot: int, length: int) -> None:
+        for layer in LAYERS:
+            k, v = self.past(slot, layer.index)
+            self.kv[slot, layer.index] = (k[:, :length], v[:, :length])
+
+
+def run_pass(store: KVStore, mirror: Mirror, requests: list[tuple[int, int]], accepted: list[int] | None) -> None:
+    """One checked pass; `accepted` None aborts it."""
+    pass_ = store.begin(requests)
+    new = mirror.attend_all(pass_)
+    if accepted is None:
+        pass_.abort()
+    else:
+        pass_.commit(accepted)
+        mirror.accept(pass_, new, accepted)
+
+
+def random_step(store: KVStore, mirror: Mirror, rng: random.Random, slots: int) -> None:
+    slot = rng.randrange(slots)
+    kind = rng.random()
+    if kind < 0.45:
+        n = rng.choice([1, 2, 3, 4, 5, 7, 8, 12, 23, 24])
+        run_pass(store, mirror, [(slot, n)], rng.choice([None, [n], [n], [n], [n - 1], [rng.randint(0, n)]]))
+    elif kind < 0.8:
+        ids = rng.sample(range(slots), rng.randint(1, slots))
+        run_pass(store, mirror, [(i, 1) for i in ids], [rng.choice([1, 1, 1, 0]) for _ in ids])
+    elif kind < 0.93:
+        length = max(0, store.length(slot) - rng.randint(0, 8))
+        store.truncate(slot, length)
+        mirror.truncate(slot, length)
+    else:
+        store.reset(slot)
+        mirror.truncate(slot, 0)
+        store.poison()
+
+
+@pytest.mark.parametrize("resident", [0, 1, {0: 3, 3: 1}, {3: 2}, 1000], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_sequence_of_operations_equals_a_list_of_tokens(resident: object, seed: int) -> None:
+    rng = random.Random(seed)
+    slots = 1 + seed % 3
+    store = make_store(
+        slots=slots,
+        resident_blocks=100 if resident == 1000 else resident,
+        run_blocks=rng.choice([1, 2, 3]),
+        ring_entries=rng.choice([2, 3]),
+        decode_tokens=rng.choice([1, 3, 4]),
+    )
+    mirror = Mirror(torch.Generator().manual_seed(seed))
+    store.poison()
+    for _ in range(60):
+        random_step(store, mirror, rng, slots)
+    for slot in range(slots):
+        assert store.length(slot) == mirror.past(slot, 0)[0].shape[1]
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
+@pytest.mark.parametrize("resident", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
+def test_block_boundaries(length: int, resident: int, n: int) -> None:
+    """Fill to just before, at and after a boundary; pass over it; accept every prefix; go on decoding; truncate."""
+    for accepted in range(n + 1):
+        store, mirror = make_store(resident_blocks=resident), Mirror(torch.Generator().manual_seed(0))
+        run_pass(store, mirror, [(0, length)], [length])
+        run_pass(store, mirror, [(0, n)], [accepted])
+        for _ in range(6):
+            run_pass(store, mirror, [(0, 1)], [1])
+        for cut in range(length + accepted + 6, max(0, length + accepted - 2), -1):
+            store.truncate(0, cut)
+            mirror.truncate(0, cut)
+            run_pass(store, mirror, [(0, 2)], None)
+            run_pass(store, mirror, [(0, 6)], None)
+
+
+def test_host_memory_is_exact_for_an_announced_request() -> None:
+    store, mirror = make_store(run_blocks=3), Mirror(torch.Generator().manual_seed(0))
+    store.announce(0, 41)
+    run_pass(store, mirror, [(0, 24)], [24])
+    run_pass(store, mirror, [(0, 16)], [16])
+    run_pass(store, mirror, [(0, 1)], [1])
+    blocks = 11  # ceil(41 / 4)
+    assert store.host_bytes == blocks * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2  # two full-attention layers
+    store.reset(0)
+    mirror.truncate(0, 0)
+    for _ in range(3):
+        store.announce(0, 24)
+        run_pass(store, mirror, [(0, 24)], None)
+        store.reset(0)
+    assert store.host_bytes <= 9 * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2  # full extents only, and no more of them
+
+
+def test_no_host_memory_when_everything_is_resident() -> None:
+    store, mirror = make_store(resident_blocks=10), Mirror(torch.Generator().manual_seed(0))
+    run_pass(store, mirror, [(0, 24)], [24])
+    for _ in range(16):
+        run_pass(store, mirror, [(0, 1)], [1])
+    assert store.host_bytes == 0
+
+
+def test_misuse_is_refused_and_leaves_the_store_usable() -> None:
+    store, mirror = make_store(slots=2), Mirror(torch.Generator().manual_seed(0))
+    with pytest.raises(SlotError, match="slot 2 is unknown"):
+        store.begin([(2, 1)])
+    with pytest.raises(SlotError, match="different slots"):
+        store.begin([(0, 1), (0, 1)])
+    with pytest.raises(SlotError, match="one token of several"):
+        store.begin([(0, 2), (1, 2)])
+    with pytest.raises(CapacityError, match="chunk size 24"):
+        store.begin([(0, 25)])
+    pass_ = store.begin([(0, 4)])
+    with pytest.raises(SlotError, match="open"):
+        store.begin([(1, 1)])
+    with pytest.raises(SlotError, match="open pass"):
+        store.reset(0)
+    with pytest.raises(LongGenError, match="expects layer 0"):
+        pass_.attend(3, torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 1.0)
+    with pytest.raises(LongGenError, match="0 of 3"):
+        pass_.commit()
+    pass_.abort()
+    with pytest.raises(LongGenError, match="ended"):
+        pass_.abort()
+    with pytest.raises(SlotError, match="cannot truncate"):
+        store.truncate(0, 1)
+    run_pass(store, mirror, [(0, 5)], [5])
+    pass_ = store.begin([(0, 1)])
+    mirror.attend_all(pass_)
+    with pytest.raises(SlotError, match="cannot accept 2"):
+        pass_.commit(2)
+    pass_.abort()
+    run_pass(store, mirror, [(1, 1)], [1])
+
+
+def test_an_exception_inside_a_pass_aborts_it() -> None:
+    store, mirror = make_store(), Mirror(torch.Generator().manual_seed(0))
+    run_pass(store, mirror, [(0, 13)], [13])
+    with pytest.raises(ZeroDivisionError), store.begin([(0, 5)]):
+        raise ZeroDivisionError
+    assert store.length(0) == 13
+    run_pass(store, mirror, [(0, 13)], [13])
+
+
+def test_truncation_past_what_a_window_keeps_is_refused_with_the_numbers() -> None:
+    store, mirror = make_store(window_keep=4), Mirror(torch.Generator().manual_seed(0))
+    for _ in range(4):
+        run_pass(store, mirror, [(0, 24)], [24])
+    with pytest.raises(SlotError, match=r"past of 68 tokens or more"):
+        store.truncate(0, 67)
+    store.truncate(0, 68)
+    mirror.truncate(0, 68)
+    run_pass(store, mirror, [(0, 24)], [24])
+
+
+def test_an_aborted_pass_counts_for_what_a_window_keeps() -> None:
+    store, mirror = make_store(window_keep=4), Mirror(torch.Generator().manual_seed(0))
+    for accepted in ([24], [24], [24], None):
+        run_pass(store, mirror, [(0, 24)], accepted)
+    run_pass(store, mirror, [(0, 1)], None)
+    with pytest.raises(SlotError, match=r"past of 68 tokens or more"):
+        store.truncate(0, 67)
+    store.truncate(0, 68)
+    mirror.truncate(0, 68)
+    run_pass(store, mirror, [(0, 24)], [24])
+
+
+def test_plain_copies_give_the_same_as_late_ones() -> None:
+    for transfer in (CpuTransfer(), LazyTransfer()):
+        store, mirror = make_store(transfer=transfer), Mirror(torch.Generator().manual_seed(1))
+        for n in (24, 7, 1, 2, 24):
+            run_pass(store, mirror, [(0, n)], [n])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"ring_entries": 1}, "ring_entries is 1"),
+        ({"decode_tokens": 5}, "decode_tokens is 5"),
+        ({"slots": 0}, "slots is 0"),
+        ({"resident_blocks": -1}, "negative"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_store(**sizes)
