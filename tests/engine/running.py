@@ -1,0 +1,60 @@
+"""Engines on tiny checkpoints, and the logits of every token that is run through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from longgen.engine import Engine, EngineOptions
+from longgen.kv.passes import Pass
+from longgen.sparse.base import SparsePolicy
+
+BLOCK = 16
+
+
+def open_engine(
+    folder: Path,
+    *,
+    chunk: int = 64,
+    resident: int = 0,
+    slots: int = 1,
+    policy: SparsePolicy | None = None,
+) -> Engine:
+    """fp32 on the CPU, blocks of 16, a ring of two entries of two blocks."""
+    options = EngineOptions(
+        device="cpu",
+        dtype="float32",
+        block_size=BLOCK,
+        chunk_size=chunk,
+        resident_blocks=resident,
+        ring_entries=2,
+        ring_blocks=2,
+        slots=slots,
+    )
+    return Engine.load(folder, options, policy)
+
+
+def forward(engine: Engine, pass_: Pass, ids: torch.Tensor) -> torch.Tensor:
+    """Runs ids [B, n] in an open pass: logits of every token, [B, n, vocab]."""
+    count = ids.shape[1]
+    positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
+    return engine.provider.forward(pass_, ids, positions, keep=count)
+
+
+def feed(engine: Engine, ids: torch.Tensor, chunks: Iterable[int], *, slot: int = 0) -> torch.Tensor:
+    """Runs ids [1, n] in passes of the given sizes, committed: logits of every token, [1, n, vocab]."""
+    logits = []
+    for chunk in ids.split(list(chunks), dim=1):
+        with engine.store.begin([(slot, chunk.shape[1])]) as pass_:
+            logits.append(forward(engine, pass_, chunk))
+            pass_.commit()
+    return torch.cat(logits, 1)
+
+
+def chunks_of(total: int, size: int, tail: int) -> Sequence[int]:
+    """Chunks of `size` tokens, the last one shorter, then `tail` single tokens: `total` tokens in all."""
+    prompt = total - tail
+    full, rest = divmod(prompt, size)
+    return [size] * full + [rest] * (rest > 0) + [1] * tail

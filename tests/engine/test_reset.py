@@ -1,0 +1,83 @@
+"""A request leaves nothing behind: A, B, A gives A's answer twice, and poisoned buffers change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longgen.engine import Engine
+from longgen.sampling import Sampler, SamplingSettings
+from tests.checkpoints import Build, random_ids
+from tests.engine.running import feed, open_engine
+
+KINDS = [
+    ("qwen3", {}),
+    ("qwen2", {"sliding": True, "window": 24}),
+    ("qwen3_moe", {}),
+    ("qwen3_next", {}),
+    ("qwen3_5_moe", {}),
+]
+RESIDENT = [0, 3, 32]
+
+
+def answer(engine: Engine, prompt: torch.Tensor) -> list[int]:
+    sampler = Sampler(SamplingSettings(), seed=0)
+    return list(engine.generate(prompt[0].tolist(), max_new_tokens=20, stop_ids=(), sampler=sampler))
+
+
+def poison(engine: Engine) -> None:
+    """NaN in every buffer, returned host block and state; the reset must make the slot usable again."""
+    engine.store.poison()
+    engine.provider.poison()
+
+
+@pytest.mark.parametrize("resident", RESIDENT)
+@pytest.mark.parametrize("other", [37, 298])
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_a_b_a(build: Build, kind: str, options: dict[str, object], other: int, resident: int) -> None:
+    folder = build(kind, **options)
+    engine, a, b = open_engine(folder, resident=resident), random_ids(131, seed=1), random_ids(other, seed=2)
+    fresh = answer(open_engine(folder, resident=resident), a)
+    assert answer(engine, a) == fresh
+    engine.reset()
+    answer(engine, b)
+    engine.reset()
+    poison(engine)
+    assert answer(engine, a) == fresh
+
+
+@pytest.mark.parametrize("resident", RESIDENT)
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_logits_are_the_same_bit_for_bit_after_poison(
+    build: Build, kind: str, options: dict[str, object], resident: int
+) -> None:
+    folder, ids = build(kind, **options), random_ids(150)
+    sizes = [64, 64, 10, 1, 1, 10]
+    engine = open_engine(folder, resident=resident)
+    fresh = feed(engine, ids, sizes)
+    feed(engine, ids[:, :40], [40])
+    engine.reset()
+    poison(engine)
+    engine.provider.reset(0)
+    assert torch.equal(feed(engine, ids, sizes), fresh)
+
+
+def test_poison_would_be_seen(build: Build) -> None:
+    """NaN in a buffer that holds a live request reaches its logits: the tests above can fail."""
+    ids = random_ids(100)
+    engine = open_engine(build("qwen3"))
+    feed(engine, ids[:, :90], [64, 26])
+    engine.store.slots[0].length = 0  # makes the store believe that the slot is empty
+    engine.store.poison()
+    engine.store.slots[0].length = 90
+    assert feed(engine, ids[:, 90:], [10]).isnan().any()
+
+
+def test_host_memory_goes_back(build: Build) -> None:
+    engine = open_engine(build("qwen3"))
+    sizes = []
+    for seed in range(4):
+        answer(engine, random_ids(290, seed=seed))
+        engine.reset()
+        sizes.append(engine.store.host_bytes)
+    assert len(set(sizes)) == 1
