@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longgen.errors import CheckpointError
 from longgen.model.adapter import ATTENTION_NAME, register_attention
 from longgen.model.rope import check_rope
-from longgen.model.shards import check_shards
+from longgen.model.shards import check_shards, reason
 
 TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Vision-language folders, of which the text part is used.
-VISION_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+VISION_TYPES = MappingProxyType({"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"})
 SUPPORTED_TYPES = (*TEXT_TYPES, *VISION_TYPES)
 
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
+_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 
 def resolve_checkpoint(name: str) -> Path:
@@ -63,7 +64,7 @@ def _from_hub(repo_id: str) -> Path:
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
     try:
-        folder = snapshot_download(repo_id, allow_patterns=_DOWNLOADED, local_files_only=offline)
+        folder = snapshot_download(repo_id, allow_patterns=list(_DOWNLOADED), local_files_only=offline)
     except HFValidationError as error:
         raise CheckpointError(f"{repo_id!r} is neither a folder here nor a valid hub id") from error
     except LocalEntryNotFoundError as error:
@@ -73,8 +74,7 @@ def _from_hub(repo_id: str) -> Path:
         raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {why}") from error
     # Whatever the hub, the proxy or the disk answers, the user needs one line, not a traceback.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {reason}") from error
+        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {reason(error)}") from error
     return _checked_folder(Path(folder))
 
 
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The config classes validate with errors of several libraries; each means the same to the user.
     except Exception as error:
-        raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {error}") from error
+        raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {reason(error)}") from error
     if kind in VISION_TYPES:
         config = _text_config(config)
     check_rope(config)
@@ -124,7 +124,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return content
@@ -159,7 +159,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
             use_safetensors=True,
         )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {error}") from error
+        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {reason(error)}") from error
     _check_report(folder, report)
     return model.to(device).eval().requires_grad_(False)
 

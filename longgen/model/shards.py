@@ -13,6 +13,12 @@ SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
+def reason(error: BaseException) -> str:
+    """A library's error in one line of at most 300 characters, for the end of a message of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
 def shard_files(folder: Path) -> list[Path]:
     """The weight files of a folder, in the order of its index.
 
@@ -28,7 +34,7 @@ def shard_files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
+        raise CheckpointError(f"{index} is not a safetensors index: {reason(error)}") from error
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise CheckpointError(

@@ -129,8 +129,8 @@ class PassStates:
         """Raises SlotError unless every token is accepted: a recurrent state cannot be wound back."""
         if tuple(accepted) != tuple(self._tokens):
             raise SlotError(
-                f"accepted {list(accepted)} of {list(self._tokens)} tokens, but this model's recurrent layers cannot give "
-                "tokens back: abort the pass, and run the accepted tokens again"
+                f"accepted {list(accepted)} of {list(self._tokens)} tokens, but this model's recurrent layers cannot "
+                "give tokens back: abort the pass, and run the accepted tokens again"
             )
 
     def commit(self, accepted: tuple[int, ...]) -> None:

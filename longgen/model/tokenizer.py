@@ -13,8 +13,10 @@ from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from longgen.errors import CheckpointError
+from longgen.model.shards import reason
 
 SETTING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 # A byte-pair encoder slows down on very long strings. Qwen's splitting rule ends a piece after a newline that a
 # non-space follows (`\s*[\r\n]+` takes all newlines of a run of spaces), so cutting there changes no id.
@@ -37,7 +39,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -63,11 +65,14 @@ class TextTokenizer:
     @classmethod
     def load(cls, folder: Path) -> TextTokenizer:
         """Loads the tokenizer of a checkpoint folder. Raises CheckpointError if there is none that can be used."""
+        # Without any of these files transformers makes an empty tokenizer and says nothing.
+        if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+            raise CheckpointError(f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # Missing, damaged and foreign files raise errors of three libraries.
         except Exception as error:
-            raise CheckpointError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+            raise CheckpointError(f"the tokenizer of {folder} cannot be loaded: {reason(error)}") from error
         return cls(tokenizer)
 
     @property

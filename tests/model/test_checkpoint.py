@@ -1,0 +1,246 @@
+"""Folders that cannot be used are refused before or while loading, in one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longgen.errors import CheckpointError, UsageError
+from longgen.model.checkpoint import SUPPORTED_TYPES, load_model, read_config, resolve_checkpoint
+from longgen.model.tiny import make_checkpoint
+from tests.checkpoints import Build
+
+Copy = Callable[..., Path]
+
+
+@pytest.fixture
+def copy(build: Build, tmp_path: Path) -> Copy:
+    """A checkpoint that may be damaged."""
+
+    def make(model_type: str = "qwen3", **options: Any) -> Path:
+        return shutil.copytree(build(model_type, **options), tmp_path / model_type)
+
+    return make
+
+
+def edit_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return load_model(folder, torch.float32, torch.device("cpu"))
+
+
+def drop_weights(folder: Path, ending: str) -> Path:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.endswith(ending)}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def split_weights(folder: Path) -> tuple[Path, Path]:
+    """Turns the single file of a folder into two shards and an index."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: weights[name] for name in held}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    return folder / "a.safetensors", folder / "b.safetensors"
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_TYPES)
+def test_the_model_is_ready_for_inference(build: Build, model_type: str) -> None:
+    model = load(build(model_type))
+    assert not model.training
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert not any("visual" in name for name, _ in model.named_parameters())
+
+
+def test_a_vision_language_folder_holds_a_vision_part(build: Build) -> None:
+    names = load_file(build("qwen3_5") / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in names)
+    assert any(name.startswith("model.language_model.") for name in names)
+    assert read_config(build("qwen3_5")).model_type == "qwen3_5_text"
+
+
+def test_experts_are_stored_one_by_one(build: Build) -> None:
+    names = load_file(build("qwen3_moe") / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_vl", "mixtral", None])
+def test_other_model_types_are_refused_by_name(copy: Copy, model_type: str | None) -> None:
+    with pytest.raises(CheckpointError, match=f"{model_type!r}.*qwen2, qwen2_moe, qwen3, .*qwen3_5_moe"):
+        read_config(edit_config(copy(), model_type=model_type))
+
+
+def test_code_of_the_checkpoint_is_refused(copy: Copy) -> None:
+    with pytest.raises(CheckpointError, match="never run"):
+        read_config(edit_config(copy(), auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}))
+
+
+def test_quantised_weights_are_refused(copy: Copy) -> None:
+    with pytest.raises(CheckpointError, match="fp8"):
+        read_config(edit_config(copy(), quantization_config={"quant_method": "fp8"}))
+
+
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_dynamic_rope_is_refused(copy: Copy, name: str) -> None:
+    folder = edit_config(copy(), rope_parameters=None, rope_scaling={name: "dynamic", "factor": 2.0})
+    with pytest.raises(CheckpointError, match="dynamic"):
+        read_config(folder)
+
+
+def test_an_old_style_yarn_config_is_understood(copy: Copy) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = read_config(edit_config(copy(), rope_parameters=None, rope_theta=1e6, rope_scaling=scaling))
+    assert config.rope_parameters["rope_type"] == "yarn"
+    assert config.rope_parameters["rope_theta"] == 1e6
+
+
+def test_an_unreadable_config_is_refused(copy: Copy) -> None:
+    folder = copy()
+    (folder / "config.json").write_text("{not json")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        read_config(folder)
+
+
+def test_a_config_with_more_layers_than_weights_is_refused(copy: Copy) -> None:
+    folder = edit_config(copy("qwen3_moe"), num_hidden_layers=5)
+    with pytest.raises(CheckpointError, match=r"missing.*model\.layers\.3\."):
+        load(folder)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5"])
+def test_a_missing_head_is_refused_unless_it_is_tied(copy: Copy, build: Build, model_type: str) -> None:
+    with pytest.raises(CheckpointError, match=r"1 weights .* missing .*lm_head\.weight"):
+        load(drop_weights(copy(model_type), "lm_head.weight"))
+    assert not any(name.startswith("lm_head") for name in load_file(build(model_type, tied=True) / "model.safetensors"))
+    model: Any = load(build(model_type, tied=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_missing_weight_is_refused(copy: Copy) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load(drop_weights(copy(), "layers.1.self_attn.k_proj.weight"))
+
+
+def test_weights_of_another_shape_are_refused(copy: Copy) -> None:
+    with pytest.raises(CheckpointError, match="do not fit"):
+        load(edit_config(copy(), intermediate_size=104))
+
+
+def test_shards_with_an_index_load(copy: Copy, build: Build) -> None:
+    folder = copy()
+    split_weights(folder)
+    expected = load(build("qwen3")).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load(folder).state_dict().items())
+
+
+@pytest.mark.parametrize("keep", [4, 200, -1])
+def test_a_truncated_shard_is_named(copy: Copy, keep: int) -> None:
+    folder = copy()
+    _, shard = split_weights(folder)
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"b\.safetensors"):
+        load(folder)
+
+
+def test_a_shard_that_is_not_there_is_named(copy: Copy) -> None:
+    folder = copy()
+    shard, _ = split_weights(folder)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=r"1 of the 2 weight files.*a\.safetensors"):
+        load(folder)
+
+
+def test_an_index_that_promises_too_much_is_refused(copy: Copy) -> None:
+    folder = copy()
+    split_weights(folder)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.layers.9.extra"] = "a.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.9\.extra"):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_refused(copy: Copy) -> None:
+    folder = copy()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        load(folder)
+
+
+def test_a_folder_resolves_to_itself(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build("qwen3")
+    assert resolve_checkpoint(str(folder)) == folder
+    monkeypatch.chdir(folder.parent)
+    assert resolve_checkpoint(folder.name).resolve() == folder
+    assert resolve_checkpoint(f"./{folder.name}/").resolve() == folder
+
+
+@pytest.mark.parametrize("name", ["./none", "/none/such", "~/none-such", "a/b/c", "models/", "../none", ""])
+def test_a_path_is_never_taken_for_a_hub_id(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError):
+        resolve_checkpoint(name)
+
+
+def test_a_file_and_a_folder_without_config_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_checkpoint(str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        resolve_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_asks_the_cache_only(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("touched the network"))
+    with pytest.raises(CheckpointError, match="offline"):
+        resolve_checkpoint("nobody/no-such-checkpoint")
+
+
+def test_a_hub_id_is_downloaded(build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.append((repo_id, options["local_files_only"]))
+        return str(build("qwen3"))
+
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_checkpoint("Qwen/Qwen3-0.6B") == build("qwen3")
+    assert asked == [("Qwen/Qwen3-0.6B", False)]
+
+
+def test_a_name_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="neither a folder here nor a valid hub id"):
+        resolve_checkpoint("not a model!")
+
+
+def test_tiny_checkpoints_of_unknown_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="llama"):
+        make_checkpoint(tmp_path, "llama")
+    with pytest.raises(UsageError, match="sliding"):
+        make_checkpoint(tmp_path, "qwen3_next", sliding=True)

@@ -1,0 +1,190 @@
+"""Encoding in pieces equals encoding at once, and a stream never breaks a character."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import decoders, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from longgen.errors import CheckpointError
+from longgen.model.tiny import build_tokenizer
+from longgen.model.tokenizer import TextTokenizer, generation_settings
+from tests.checkpoints import Build
+
+TEXT = "The quick brown fox, naïve “quotes” — 日本語のテキスト, emoji 👩‍👩‍👧 🙂 and e\u0301.\n"
+
+
+@pytest.fixture(scope="module")
+def folder(build: Build) -> Path:
+    return build("qwen3")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> TextTokenizer:
+    return TextTokenizer.load(folder)
+
+
+def random_text(seed: int, length: int) -> str:
+    pieces = [
+        "\n",
+        "\n\n",
+        " ",
+        "  ",
+        "\t",
+        "\r\n",
+        "\x0b",
+        "\u2028",
+        "\x1c",
+        "\u0301",
+        "a",
+        "the",
+        "12",
+        "!",
+        "...",
+        "é",
+    ]
+    pieces += ["🙂", "日", "'s", "<|im_end|>", "<|im_start|>", "\u00a0", "\ufeff", "\u200b", "\x85"]
+    return "".join(random.Random(seed).choices(pieces, k=length))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_encoding_in_pieces_equals_encoding_at_once(
+    tokenizer: TextTokenizer, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longgen.model.tokenizer._PIECE_CHARS", 1)  # cut wherever it is allowed
+    text = random_text(seed, 3000)
+    assert tokenizer.encode(text, chat=False) == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+def test_a_long_text_is_cut(tokenizer: TextTokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TEXT * 1000
+    whole = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    sizes: list[int] = []
+    encode_batch = TextTokenizer._encode_batch
+
+    def watched(self: TextTokenizer, pieces: list[str], ids: list[int]) -> None:
+        sizes.extend(map(len, pieces))
+        encode_batch(self, pieces, ids)
+
+    monkeypatch.setattr("longgen.model.tokenizer._BATCH_PIECES", 2)
+    monkeypatch.setattr(TextTokenizer, "_encode_batch", watched)
+    assert tokenizer.encode(text, chat=False) == whole
+    assert len(sizes) >= 4
+    assert max(sizes) < 20_000
+    assert sum(sizes) == len(text)
+
+
+def test_an_empty_text_has_no_tokens(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.encode("", chat=False) == []
+
+
+def test_a_tokenizer_with_another_splitting_rule_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = build_tokenizer()
+    wrapped.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    text = "one\n\ntwo\n \nthree\n\n\nfour" * 50
+    monkeypatch.setattr("longgen.model.tokenizer._PIECE_CHARS", 1)
+    assert TextTokenizer(wrapped).encode(text, chat=False) == wrapped(text)["input_ids"]
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
+    wrapped = build_tokenizer()
+    wrapped.backend_tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(CheckpointError, match="byte-level"):
+        TextTokenizer(wrapped)
+
+
+def test_the_chat_template_wraps_the_prompt(tokenizer: TextTokenizer, folder: Path) -> None:
+    library = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": TEXT * 2}]
+    expected = library.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert tokenizer.has_chat_template
+    assert tokenizer.encode(TEXT * 2, chat=True) == expected
+    assert library.decode(expected).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_chat_without_a_template_is_refused(folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "chat_template.jinja").unlink()
+    tokenizer = TextTokenizer.load(copied)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(CheckpointError, match="--raw"):
+        tokenizer.encode("hello", chat=True)
+
+
+def test_a_stream_never_breaks_a_character(tokenizer: TextTokenizer) -> None:
+    ids = tokenizer.encode(TEXT, chat=False)
+    stream = tokenizer.decode_stream()
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) + stream.flush() == TEXT.replace("e\u0301", "é")
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces  # some tokens are only a part of a character
+    assert all(piece.isascii() or len(piece.encode()) > 1 for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_ids_stream_to_what_transformers_decodes(tokenizer: TextTokenizer, folder: Path, seed: int) -> None:
+    library: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
+    ids = random.Random(seed).choices(range(300), k=400)  # mostly invalid UTF-8
+    assert tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=True)
+
+
+def test_half_a_character_at_the_end_is_flushed_as_a_replacement(tokenizer: TextTokenizer) -> None:
+    stream = tokenizer.decode_stream()
+    halves = tokenizer.encode("🙂", chat=False)[:-1]
+    assert [stream.push(token) for token in halves] == [""] * len(halves)
+    assert stream.flush() == "\ufffd"
+
+
+def test_special_and_padded_ids_stream_to_nothing(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.decode([0, 1, 2, 310, 319]) == ""
+
+
+def test_added_tokens_that_are_not_special_are_text() -> None:
+    wrapped = build_tokenizer()
+    wrapped.add_tokens(["<think>", "思考"])
+    tokenizer = TextTokenizer(wrapped)
+    ids = tokenizer.encode("<think>a思考", chat=False)
+    assert len(ids) == 3
+    assert tokenizer.decode(ids) == "<think>a思考" == wrapped.decode(ids)
+
+
+def test_every_eos_id_of_the_generation_config_ends_a_text(
+    tokenizer: TextTokenizer, folder: Path, tmp_path: Path
+) -> None:
+    assert tokenizer.eos_ids(folder) == {0, 2}
+    assert tokenizer.eos_ids(tmp_path) == {2}  # no generation_config.json: the tokenizer's own
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    assert tokenizer.eos_ids(tmp_path) == {0}
+
+
+def test_generation_settings_are_those_that_are_set(folder: Path, tmp_path: Path) -> None:
+    expected = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    assert generation_settings(folder) == expected
+    assert generation_settings(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        generation_settings(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor vocab\.json"):
+        TextTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_vocab_and_merges_files_are_enough(folder: Path, tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    """As in the older Qwen folders, which have no tokenizer.json."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    assert TextTokenizer.load(tmp_path).encode(TEXT, chat=False) == tokenizer.encode(TEXT, chat=False)
