@@ -68,10 +68,10 @@ def _check_shard(path: Path) -> set[str]:
             raise CheckpointError(f"{path} ({size} bytes) is truncated or not a safetensors file; get it again")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+            tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+            expected = 8 + length + max(tensors.values(), default=0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} has a damaged safetensors header; get it again") from error
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if size != expected:
         raise CheckpointError(f"{path} holds {size} bytes where its header promises {expected}; get it again")
     return set(tensors)

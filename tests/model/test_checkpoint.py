@@ -159,6 +159,14 @@ def test_a_truncated_shard_is_named(copy: Copy, keep: int) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("header", [b"{not json", b"[1, 2]   ", b'{"a": 1}  ', b'{"a": {"data_offsets": "x"}}'])
+def test_a_damaged_header_is_named(copy: Copy, header: bytes) -> None:
+    folder = copy()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has a damaged"):
+        load(folder)
+
+
 def test_a_shard_that_is_not_there_is_named(copy: Copy) -> None:
     folder = copy()
     shard, _ = split_weights(folder)
