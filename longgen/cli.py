@@ -123,15 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"longgen: error: {error}", file=sys.stderr)
         return error.exit_code
     except SystemExit as error:
-        return _exit_code(error)
-    return 0
-
-
-def _exit_code(error: SystemExit) -> int:
-    code = error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else 1
+    else:
+        code = 0
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         # Nobody reads any more: let Python's own flush at exit go nowhere instead of complaining.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     return code

@@ -92,8 +92,8 @@ def load_settings(config: Path | None, flags: Mapping[str, object]) -> Settings:
 def sampling_settings(settings: Settings, checkpoint: Mapping[str, Any]) -> SamplingSettings:
     """How tokens are chosen: the checkpoint's generation settings if asked for, then what the user gave.
 
-    checkpoint: what generation_config.json sets of temperature, top_k, top_p, min_p, repetition_penalty, do_sample.
-    What it does not set is off. Raises UsageError for a value out of range or a filter that greedy decoding would ignore.
+    checkpoint: what generation_config.json sets of the sampling settings and do_sample.
+    What it does not set is off. Raises UsageError for a value out of range or a filter that greedy decoding ignores.
     """
     from longgen.sampling import SamplingSettings
 

@@ -52,6 +52,7 @@ def _reference(checkpoint: Path, text: str, tokens: int, chat: bool) -> str:
 
 def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONUNBUFFERED", None)  # so that what is left in a buffer at the end counts too
     return subprocess.Popen(
         [sys.executable, "-m", "longgen", *arguments],
         stdin=subprocess.DEVNULL,
@@ -247,3 +248,20 @@ def test_a_reader_that_goes_away_is_quiet(checkpoint: Path, prompt: Path) -> Non
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
     process.stderr.close()
+
+
+def test_a_reader_that_was_never_there_is_quiet() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "longgen", "--version"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            env=environment,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
