@@ -197,7 +197,8 @@ def _parse(name: str, value: object, source: str) -> Any:
 
 def _read_yaml(path: Path) -> Mapping[Any, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        loaded, tree = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -210,4 +211,8 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise UsageError(f"the configuration {path} must hold lines of 'name: value', not a {type(loaded).__name__}")
+    # The loader keeps the last of two equal names without a word.
+    names = [key.value for key, _ in tree.value]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"the configuration {path} sets {repeated[0]} more than once")
     return loaded

@@ -150,6 +150,7 @@ def test_an_empty_file_is_no_setting(tmp_path: Path) -> None:
             "block_size: 1000\nchunk_size: 1500",
             "chunk_size is 1,500 tokens; it must be a multiple of block_size, 1,000",
         ),
+        ("seed: 1\nmax_len: 4K\nseed: 2", "settings.yaml sets seed more than once"),
         ("- max_len", "must hold lines of 'name: value', not a list"),
         ("max_len: [", "is not YAML at line "),
     ],
