@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from longgen.attention.kernels import default_kernels
+from longgen.attention.backends import default_kernels
 from longgen.errors import SlotError, UsageError
 from longgen.kv.layout import KVLayout
 from longgen.kv.parts import StoreSizes
 from longgen.kv.store import KVStore
-from longgen.kv.transfer import open_transfer
+from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.sampling import Sampler
@@ -97,23 +97,32 @@ class Engine:
             UsageError: options that contradict each other or name a device that is not there.
             CheckpointError: a folder that is broken or of an unsupported kind.
         """
-        device, chunk_tokens = options.torch_device(), options.chunk_tokens()
+        device = options.torch_device()
+        options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
         dtype = read_config(folder).dtype if options.dtype == "auto" else options.torch_dtype()
-        provider = Provider.load(folder, dtype=dtype, device=device, slots=options.slots)
+        return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
+
+    @classmethod
+    def over(cls, provider: Provider, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:
+        """An engine over a model that is loaded already; its device and dtype hold, not those of `options`."""
         layout = KVLayout(
             provider.layer_specs(), provider.kv_heads, provider.head_dim, provider.dtype, options.block_size
         )
         sizes = StoreSizes(
             slots=options.slots,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=options.chunk_tokens(),
             ring_entries=options.ring_entries,
             run_blocks=options.ring_blocks,
             decode_tokens=min(16, options.block_size),
             resident_blocks=options.resident_blocks,
             window_keep=options.block_size,
         )
-        transfer = open_transfer(device)
-        return cls(provider, KVStore(layout, sizes, transfer=transfer, kernels=default_kernels(), policy=policy))
+        kernels = default_kernels(provider.device)
+        groups = provider.config.num_attention_heads // provider.kv_heads
+        windowed = bool(layout.window_layers)
+        kernels.prepare(provider.dtype, provider.head_dim, groups, provider.device, windowed=windowed)
+        transfer = open_transfer(provider.device)
+        return cls(provider, KVStore(layout, sizes, transfer=transfer, kernels=kernels, policy=policy))
 
     def generate(
         self,
@@ -164,11 +173,18 @@ class Engine:
         if not len(tokens):
             raise UsageError("there are no tokens to run: an empty prompt has no answer")
         ids = torch.as_tensor(tokens, dtype=torch.int64)
+        transfer = self.store.transfer
+        running: Event = None
         for start in range(0, len(ids), self.chunk_tokens):
-            chunk = ids[start : start + self.chunk_tokens]
-            logits = self._run([slot_id], chunk[None])
-            if on_chunk:
-                on_chunk(start + len(chunk))
+            logits = self._run([slot_id], ids[None, start : start + self.chunk_tokens])
+            # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
+            transfer.settle(running)
+            running = transfer.record(Queue.COMPUTE)
+            if on_chunk and start:
+                on_chunk(start)
+        transfer.settle(running)
+        if on_chunk:
+            on_chunk(len(ids))
         return logits[0]
 
     def decode_step(self, token: int, slot_id: int = 0) -> torch.Tensor:
@@ -210,9 +226,9 @@ class Engine:
         """One pass of ids [B, n] over the slots; returns the logits of each one's last token, float32 [B, vocab]."""
         count = ids.shape[1]
         with self.store.begin([(slot_id, count) for slot_id in slot_ids]) as pass_:
-            device = self.provider.device
+            upload = self.store.transfer.upload
             positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
-            logits = self.provider.forward(pass_, ids.to(device), positions.to(device))
+            logits = self.provider.forward(pass_, upload(ids), upload(positions))
             pass_.commit()
         return logits[:, -1]
 

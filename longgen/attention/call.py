@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,12 @@ class AttentionCall:
     def groups(self) -> int:
         """Query heads per KV head."""
         return self.q.shape[0] // self.k.shape[0]
+
+    def simplified(self) -> AttentionCall:
+        """The same call without a mask that hides nothing, so that more backends take it."""
+        n, m = self.q.shape[1], self.k.shape[1]
+        window = None if self.window is None or self.window >= m else self.window
+        return replace(self, causal=self.causal and (n > 1 or window is not None), window=window)
 
 
 # (out, lse): out [q_heads, n, head_dim] in q's dtype (backends may return fp32),

@@ -23,9 +23,9 @@ class CpuFlash:
 
     def __call__(self, call: AttentionCall) -> Partial:
         n, m = call.q.shape[1], call.k.shape[1]
-        if not call.causal or (n == 1 and (call.window is None or m <= call.window)):
+        if not call.causal:
             return self._folded(call)
-        if n == m and (call.window is None or n <= call.window):
+        if n == m and call.window is None:
             out, lse = _flash(call.q, call, is_causal=True)
             return out[0], lse[0]
         return self._masked(call)

@@ -1,13 +1,33 @@
-"""The ordered list of attention backends, and the choice among them."""
+"""The ordered lists of attention backends, the choice among them, and the check before one is trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
-from longgen.attention.call import AttentionCall, Partial
-from longgen.attention.cpu import CpuFlash
+import torch
+
+from longgen.attention.call import AttentionCall, Partial, reference
 from longgen.errors import LongGenError
+
+FEW_ROWS = 128  # up to here reading the keys costs more than multiplying them
+CHECK_KEYS = 1024  # keys of the first-use check: a length that every backend takes
+
+
+class Rows(Enum):
+    """How many query rows a call has; different kernels are fast for each."""
+
+    ONE = "one"
+    FEW = "few"
+    MANY = "many"
+
+    @classmethod
+    def of(cls, count: int) -> Rows:
+        if count == 1:
+            return cls.ONE
+        return cls.FEW if count <= FEW_ROWS else cls.MANY
 
 
 class Backend(Protocol):
@@ -22,26 +42,100 @@ class Backend(Protocol):
     def __call__(self, call: AttentionCall) -> Partial: ...
 
 
-class Kernels:
-    """Takes each call to the first backend that does not refuse it."""
+@dataclass(frozen=True, slots=True)
+class CallKind:
+    """What calls have in common that one check covers."""
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self.backends = tuple(backends)
+    rows: Rows
+    dtype: torch.dtype
+    head_dim: int
+    groups: int
+    causal: bool
+    windowed: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> CallKind:
+        rows = Rows.of(call.q.shape[1])
+        return cls(rows, call.q.dtype, call.q.shape[2], call.groups, call.causal, call.window is not None)
+
+    def sample(self, device: torch.device) -> AttentionCall:
+        """A small random call of this kind; K and V are parts of a longer buffer, as in the store."""
+        n = {Rows.ONE: 1, Rows.FEW: 8, Rows.MANY: 160}[self.rows]
+        window = 33 if self.windowed else None
+        m = n if self.causal and window is None else CHECK_KEYS
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(heads: int, tokens: int) -> torch.Tensor:
+            shape = (heads, tokens, self.head_dim)
+            return torch.randn(shape, generator=generator, device=device).to(self.dtype)
+
+        k, v = normal(2, m + 64)[:, :m], normal(2, m + 64)[:, :m]
+        # Larger than 1/sqrt(head_dim): sharp rows show a wrong scale or a log-sum-exp of the wrong base.
+        scale = 2 * self.head_dim**-0.5
+        return AttentionCall(normal(2 * self.groups, n), k, v, scale, self.causal, window)
+
+
+class Kernels:
+    """Takes each call to the first backend that does not refuse it and that agreed with the reference.
+
+    A backend is checked once for each kind of call, on its first use or in `prepare`.
+    """
+
+    def __init__(self, backends: Mapping[Rows, Sequence[Backend]]) -> None:
+        """`backends`: for each number of rows, fastest first."""
+        self._backends = {rows: tuple(order) for rows, order in backends.items()}
+        self._verdicts: dict[tuple[str, CallKind], str | None] = {}
 
     def __call__(self, call: AttentionCall) -> Partial:
+        call = call.simplified()
         return self.choose(call)(call)
 
     def choose(self, call: AttentionCall) -> Backend:
-        """The first backend that takes the call; LongGenError with every backend's reason if none does."""
+        """The backend for a call; LongGenError with every backend's reason if none takes it."""
         reasons = []
-        for backend in self.backends:
-            reason = backend.refuses(call)
+        for backend in self._backends[Rows.of(call.q.shape[1])]:
+            reason = self._objection(backend, call)
             if reason is None:
                 return backend
             reasons.append(f"{backend.name}: {reason}")
         raise LongGenError("no attention backend takes this call: " + "; ".join(reasons))
 
+    def explain(self, call: AttentionCall) -> list[tuple[str, str | None]]:
+        """Every backend in order, with why it cannot take the call (None: it can)."""
+        call = call.simplified()
+        return [(backend.name, self._objection(backend, call)) for backend in self._backends[Rows.of(call.q.shape[1])]]
 
-def default_kernels() -> Kernels:
-    """The backends of this machine, fastest first."""
-    return Kernels([CpuFlash()])
+    def prepare(self, dtype: torch.dtype, head_dim: int, groups: int, device: torch.device, *, windowed: bool) -> None:
+        """Checks, before any pass, every kind of call a store of this shape makes."""
+        for rows in Rows:
+            for causal, window in ((False, False), (True, False), *([(True, True)] if windowed else [])):
+                kind = CallKind(rows, dtype, head_dim, groups, causal and rows is not Rows.ONE, window)
+                self.choose(kind.sample(device).simplified())
+
+    def _objection(self, backend: Backend, call: AttentionCall) -> str | None:
+        reason = backend.refuses(call)
+        if reason is not None:
+            return reason
+        key = (backend.name, CallKind.of(call))
+        if key not in self._verdicts:
+            self._verdicts[key] = _disagreement(backend, key[1].sample(call.q.device))
+        return self._verdicts[key]
+
+
+def _disagreement(backend: Backend, call: AttentionCall) -> str | None:
+    """How a backend's result differs from the reference, or None if it does not."""
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-3}.get(call.q.dtype, 1e-2)
+    if backend.refuses(call) is not None:
+        return None  # the sample is not typical of its kind for this backend, which then refuses by itself
+    try:
+        out, lse = backend(call)
+    except Exception as error:  # whatever a third-party kernel raises means that it cannot be used
+        return f"failed when tried ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    expected_out, expected_lse = reference(call)
+    out_error = float((out.double() - expected_out).norm() / expected_out.norm())
+    if not out_error <= tolerance:
+        return f"differs from the reference by {out_error:.1e} (allowed: {tolerance:.0e})"
+    lse_error = float((lse - expected_lse).abs().max())
+    if not lse_error <= tolerance:
+        return f"its log-sum-exp differs from the reference by {lse_error:.1e} (allowed: {tolerance:.0e})"
+    return None

@@ -35,7 +35,7 @@ class KVStore:
     ) -> None:
         """Allocates every device buffer. `policy` None is full attention."""
         sizes.check(layout)
-        self.layout, self.sizes = layout, sizes
+        self.layout, self.sizes, self.transfer = layout, sizes, transfer
         self.slots = SlotTable(sizes.slots)
         self._full = FullAttentionPolicy()
         self._open: Pass | None = None

@@ -164,6 +164,14 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
     return model.to(device).eval().requires_grad_(False)
 
 
+def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A model of a text config's shape with random weights, made on `device`: for measuring without a checkpoint."""
+    register_attention()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    return model.eval().requires_grad_(False)
+
+
 def _check_report(folder: Path, report: dict[str, Any]) -> None:
     """transformers fills what is missing with random numbers and only logs it."""
     missing = sorted(report["missing_keys"])

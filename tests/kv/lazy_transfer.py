@@ -34,6 +34,12 @@ class LazyTransfer(Transfer):
     def offload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._work[Queue.OFFLOAD].append(lambda: target.copy_(source))
 
+    def upload(self, source: torch.Tensor) -> torch.Tensor:
+        return source
+
+    def settle(self, event: Event) -> None:
+        self.wait(Queue.COMPUTE, event)
+
     def drain(self) -> None:
         for queue, work in self._work.items():
             self._run(queue, len(work))

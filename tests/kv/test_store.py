@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from longgen.attention.backends import default_kernels
 from longgen.attention.call import AttentionCall, reference
-from longgen.attention.kernels import default_kernels
 from longgen.errors import CapacityError, LongGenError, SlotError, UsageError
 from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.parts import StoreSizes
@@ -30,7 +30,13 @@ def make_store(
     layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, torch.float32, block_size)
     defaults = {"chunk_tokens": 24, "ring_entries": 2, "run_blocks": 2, "decode_tokens": 3, "window_keep": 8}
     store_sizes = StoreSizes(**{**defaults, **sizes})  # type: ignore[arg-type]
-    return KVStore(layout, store_sizes, transfer=transfer or LazyTransfer(), kernels=default_kernels(), policy=policy)
+    return KVStore(
+        layout,
+        store_sizes,
+        transfer=transfer or LazyTransfer(),
+        kernels=default_kernels(torch.device("cpu")),
+        policy=policy,
+    )
 
 
 @dataclass

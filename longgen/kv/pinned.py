@@ -1,0 +1,72 @@
+"""Pinned host memory of exactly the size asked for: mapped by the process, then registered with CUDA.
+
+torch's own pinned allocator rounds every piece up to a power of two; here 60 GB of KV take 60 GB.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+# cudaHostRegisterPortable | cudaHostRegisterMapped (CUDA runtime API, cudaHostRegister): usable from every context,
+# and readable by kernels.
+REGISTER_FLAGS = 0x01 | 0x02
+
+Register = Callable[[int, int], int]  # (address, bytes) -> CUDA error code, 0 for success
+
+
+def cuda_register(address: int, nbytes: int) -> int:
+    """Pins memory in place. Returns the CUDA error code."""
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, REGISTER_FLAGS))
+    if code:
+        # The refusal also waits as "last error" for the next kernel launch to report: let it be this idle one.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return code
+
+
+def cuda_unregister(address: int) -> None:
+    """Ends the pinning. Nothing may still copy from or to the memory."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class PinnedMemory:
+    """Makes host memory that copies to and from the GPU run at the full rate of the wire.
+
+    Where registration is refused (a limit on locked memory, some virtual machines) the memory stays pageable: the
+    driver then stages every copy, at about a sixth of the rate, and the host waits for it. One warning says so.
+    """
+
+    def __init__(self, register: Register = cuda_register, unregister: Callable[[int], None] = cuda_unregister) -> None:
+        self._register, self._unregister = register, unregister
+        self.refused: str | None = None  # why memory is pageable, once a registration has been refused
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], zeroed, unpinned and unmapped when the tensor's memory is no longer used."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        mapping = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        memory.zero_()  # touches every page, in parallel: registration of untouched memory does it on one core
+        if self.refused is None:
+            self._pin(mapping, memory.data_ptr(), nbytes)
+        return memory
+
+    def _pin(self, mapping: mmap.mmap, address: int, nbytes: int) -> None:
+        code = self._register(address, nbytes)
+        if code == 0:
+            weakref.finalize(mapping, self._unregister, address)
+            return
+        self.refused = f"CUDA refused to pin {nbytes:,} bytes of host memory (error {code})"
+        logging.getLogger("longgen").warning(
+            "%s: copies will run at about a sixth of the wire's rate. Raise the limit on locked memory (ulimit -l) "
+            "if there is one.",
+            self.refused,
+        )
