@@ -9,6 +9,7 @@ import torch
 
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.passes import Pass
+from longgen.sampling import Sampler, SamplingSettings
 from longgen.sparse.base import SparsePolicy
 
 BLOCK = 16
@@ -21,11 +22,13 @@ def open_engine(
     resident: int = 0,
     slots: int = 1,
     policy: SparsePolicy | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
 ) -> Engine:
-    """fp32 on the CPU, blocks of 16, a ring of two entries of two blocks."""
+    """Blocks of 16, a ring of two entries of two blocks."""
     options = EngineOptions(
-        device="cpu",
-        dtype="float32",
+        device=device,
+        dtype=dtype,
         block_size=BLOCK,
         chunk_size=chunk,
         resident_blocks=resident,
@@ -40,7 +43,8 @@ def forward(engine: Engine, pass_: Pass, ids: torch.Tensor) -> torch.Tensor:
     """Runs ids [B, n] in an open pass: logits of every token, [B, n, vocab]."""
     count = ids.shape[1]
     positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
-    return engine.provider.forward(pass_, ids, positions, keep=count)
+    upload = engine.store.transfer.upload
+    return engine.provider.forward(pass_, upload(ids), upload(positions), keep=count)
 
 
 def feed(engine: Engine, ids: torch.Tensor, chunks: Iterable[int], *, slot: int = 0) -> torch.Tensor:
@@ -51,6 +55,18 @@ def feed(engine: Engine, ids: torch.Tensor, chunks: Iterable[int], *, slot: int 
             logits.append(forward(engine, pass_, chunk))
             pass_.commit()
     return torch.cat(logits, 1)
+
+
+def answer(engine: Engine, prompt: torch.Tensor) -> list[int]:
+    """20 greedy tokens after a prompt [1, n]."""
+    sampler = Sampler(SamplingSettings(), seed=0)
+    return list(engine.generate(prompt[0].tolist(), max_new_tokens=20, stop_ids=(), sampler=sampler))
+
+
+def poison(engine: Engine) -> None:
+    """NaN in every buffer, returned host block and state; the reset must make the slot usable again."""
+    engine.store.poison()
+    engine.provider.poison()
 
 
 def chunks_of(total: int, size: int, tail: int) -> Sequence[int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longgen.engine import Engine
-from longgen.sampling import Sampler, SamplingSettings
 from tests.checkpoints import Build, random_ids
-from tests.engine.running import feed, open_engine
+from tests.engine.running import answer, feed, open_engine, poison
 
 KINDS = [
     ("qwen3", {}),
@@ -18,17 +16,6 @@ KINDS = [
     ("qwen3_5_moe", {}),
 ]
 RESIDENT = [0, 3, 32]
-
-
-def answer(engine: Engine, prompt: torch.Tensor) -> list[int]:
-    sampler = Sampler(SamplingSettings(), seed=0)
-    return list(engine.generate(prompt[0].tolist(), max_new_tokens=20, stop_ids=(), sampler=sampler))
-
-
-def poison(engine: Engine) -> None:
-    """NaN in every buffer, returned host block and state; the reset must make the slot usable again."""
-    engine.store.poison()
-    engine.provider.poison()
 
 
 @pytest.mark.parametrize("resident", RESIDENT)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from longgen.attention.backends import default_kernels
-from longgen.attention.call import AttentionCall, reference
 from longgen.errors import CapacityError, LongGenError, SlotError, UsageError
 from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.parts import StoreSizes
-from longgen.kv.passes import Pass
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer, Transfer
 from longgen.sparse.base import SparsePolicy
 from tests.kv.lazy_transfer import LazyTransfer
+from tests.kv.mirror import Attended, Mirror, random_step, run_pass
 
-Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+KV_HEADS, HEAD_DIM = 2, 8
 LAYERS = (AttentionLayer(0), AttentionLayer(2, window=9), AttentionLayer(3))
-SCALE = HEAD_DIM**-0.5
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 12, 23, 24)
 
 
 def make_store(
@@ -39,75 +37,14 @@ def make_store(
     )
 
 
-@dataclass
-class Mirror:
-    """Every accepted token's K and V, by slot and layer: [kv_heads, length, head_dim]."""
-
-    generator: torch.Generator
-    kv: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def past(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        empty = torch.zeros(KV_HEADS, 0, HEAD_DIM)
-        return self.kv.get((slot, layer), (empty, empty))
-
-    def attend_all(self, pass_: Pass) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Runs random q, k, v through every layer of a pass and checks each output; returns the new k, v by layer."""
-        new = {}
-        batch, n = len(pass_.slots), pass_.tokens[0]
-        for layer in LAYERS:
-            q, k, v = (torch.randn(batch, heads, n, HEAD_DIM, generator=self.generator) for heads in (Q_HEADS, 2, 2))
-            out = pass_.attend(layer.index, q, k, v, SCALE)
-            for i, slot in enumerate(pass_.slots):
-                past_k, past_v = self.past(slot, layer.index)
-                keys, values = torch.cat((past_k, k[i]), 1), torch.cat((past_v, v[i]), 1)
-                call = AttentionCall(q[i], keys, values, SCALE, causal=True, window=layer.window)
-                torch.testing.assert_close(out[i].transpose(0, 1), reference(call)[0].float(), atol=2e-6, rtol=1e-5)
-            new[layer.index] = (k, v)
-        return new
-
-    def accept(self, pass_: Pass, new: dict[int, tuple[torch.Tensor, torch.Tensor]], counts: list[int]) -> None:
-        for i, slot in enumerate(pass_.slots):
-            for layer, (k, v) in new.items():
-                past_k, past_v = self.past(slot, layer)
-                self.kv[slot, layer] = (
-                    torch.cat((past_k, k[i, :, : counts[i]]), 1),
-                    torch.cat((past_v, v[i, :, : counts[i]]), 1),
-                )
-
-    def truncate(self, slot: int, length: int) -> None:
-        for layer in LAYERS:
-            k, v = self.past(slot, layer.index)
-            self.kv[slot, layer.index] = (k[:, :length], v[:, :length])
+def make_mirror(seed: int = 0) -> Mirror:
+    """Checks every attend at once."""
+    layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, torch.float32, block_size=4)
+    return Mirror(layout, groups=2, generator=torch.Generator().manual_seed(seed), on_attend=check)
 
 
-def run_pass(store: KVStore, mirror: Mirror, requests: list[tuple[int, int]], accepted: list[int] | None) -> None:
-    """One checked pass; `accepted` None aborts it."""
-    pass_ = store.begin(requests)
-    new = mirror.attend_all(pass_)
-    if accepted is None:
-        pass_.abort()
-    else:
-        pass_.commit(accepted)
-        mirror.accept(pass_, new, accepted)
-
-
-def random_step(store: KVStore, mirror: Mirror, rng: random.Random, slots: int) -> None:
-    slot = rng.randrange(slots)
-    kind = rng.random()
-    if kind < 0.45:
-        n = rng.choice([1, 2, 3, 4, 5, 7, 8, 12, 23, 24])
-        run_pass(store, mirror, [(slot, n)], rng.choice([None, [n], [n], [n], [n - 1], [rng.randint(0, n)]]))
-    elif kind < 0.8:
-        ids = rng.sample(range(slots), rng.randint(1, slots))
-        run_pass(store, mirror, [(i, 1) for i in ids], [rng.choice([1, 1, 1, 0]) for _ in ids])
-    elif kind < 0.93:
-        length = max(0, store.length(slot) - rng.randint(0, 8))
-        store.truncate(slot, length)
-        mirror.truncate(slot, length)
-    else:
-        store.reset(slot)
-        mirror.truncate(slot, 0)
-        store.poison()
+def check(attended: Attended) -> None:
+    torch.testing.assert_close(attended.out, attended.expected().float(), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("resident", [0, 1, {0: 3, 3: 1}, {3: 2}, 1000], ids=str)
@@ -122,12 +59,12 @@ def test_any_sequence_of_operations_equals_a_list_of_tokens(resident: object, se
         ring_entries=rng.choice([2, 3]),
         decode_tokens=rng.choice([1, 3, 4]),
     )
-    mirror = Mirror(torch.Generator().manual_seed(seed))
+    mirror = make_mirror(seed)
     store.poison()
     for _ in range(60):
-        random_step(store, mirror, rng, slots)
+        random_step(store, mirror, rng, counts=COUNTS, longest_cut=8)
     for slot in range(slots):
-        assert store.length(slot) == mirror.past(slot, 0)[0].shape[1]
+        assert store.length(slot) == mirror.length(slot)
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
@@ -136,7 +73,7 @@ def test_any_sequence_of_operations_equals_a_list_of_tokens(resident: object, se
 def test_block_boundaries(length: int, resident: int, n: int) -> None:
     """Fill to just before, at and after a boundary; pass over it; accept every prefix; go on decoding; truncate."""
     for accepted in range(n + 1):
-        store, mirror = make_store(resident_blocks=resident), Mirror(torch.Generator().manual_seed(0))
+        store, mirror = make_store(resident_blocks=resident), make_mirror()
         run_pass(store, mirror, [(0, length)], [length])
         run_pass(store, mirror, [(0, n)], [accepted])
         for _ in range(6):
@@ -149,7 +86,7 @@ def test_block_boundaries(length: int, resident: int, n: int) -> None:
 
 
 def test_host_memory_is_exact_for_an_announced_request() -> None:
-    store, mirror = make_store(run_blocks=3), Mirror(torch.Generator().manual_seed(0))
+    store, mirror = make_store(run_blocks=3), make_mirror()
     store.announce(0, 41)
     run_pass(store, mirror, [(0, 24)], [24])
     run_pass(store, mirror, [(0, 16)], [16])
@@ -166,7 +103,7 @@ def test_host_memory_is_exact_for_an_announced_request() -> None:
 
 
 def test_no_host_memory_when_everything_is_resident() -> None:
-    store, mirror = make_store(resident_blocks=10), Mirror(torch.Generator().manual_seed(0))
+    store, mirror = make_store(resident_blocks=10), make_mirror()
     run_pass(store, mirror, [(0, 24)], [24])
     for _ in range(16):
         run_pass(store, mirror, [(0, 1)], [1])
@@ -174,7 +111,7 @@ def test_no_host_memory_when_everything_is_resident() -> None:
 
 
 def test_misuse_is_refused_and_leaves_the_store_usable() -> None:
-    store, mirror = make_store(slots=2), Mirror(torch.Generator().manual_seed(0))
+    store, mirror = make_store(slots=2), make_mirror()
     with pytest.raises(SlotError, match="slot 2 is unknown"):
         store.begin([(2, 1)])
     with pytest.raises(SlotError, match="different slots"):
@@ -207,7 +144,7 @@ def test_misuse_is_refused_and_leaves_the_store_usable() -> None:
 
 
 def test_an_exception_inside_a_pass_aborts_it() -> None:
-    store, mirror = make_store(), Mirror(torch.Generator().manual_seed(0))
+    store, mirror = make_store(), make_mirror()
     run_pass(store, mirror, [(0, 13)], [13])
     with pytest.raises(ZeroDivisionError), store.begin([(0, 5)]):
         raise ZeroDivisionError
@@ -216,7 +153,7 @@ def test_an_exception_inside_a_pass_aborts_it() -> None:
 
 
 def test_truncation_past_what_a_window_keeps_is_refused_with_the_numbers() -> None:
-    store, mirror = make_store(window_keep=4), Mirror(torch.Generator().manual_seed(0))
+    store, mirror = make_store(window_keep=4), make_mirror()
     for _ in range(4):
         run_pass(store, mirror, [(0, 24)], [24])
     with pytest.raises(SlotError, match=r"past of 68 tokens or more"):
@@ -227,7 +164,7 @@ def test_truncation_past_what_a_window_keeps_is_refused_with_the_numbers() -> No
 
 
 def test_an_aborted_pass_counts_for_what_a_window_keeps() -> None:
-    store, mirror = make_store(window_keep=4), Mirror(torch.Generator().manual_seed(0))
+    store, mirror = make_store(window_keep=4), make_mirror()
     for accepted in ([24], [24], [24], None):
         run_pass(store, mirror, [(0, 24)], accepted)
     run_pass(store, mirror, [(0, 1)], None)
@@ -240,7 +177,7 @@ def test_an_aborted_pass_counts_for_what_a_window_keeps() -> None:
 
 def test_plain_copies_give_the_same_as_late_ones() -> None:
     for transfer in (CpuTransfer(), LazyTransfer()):
-        store, mirror = make_store(transfer=transfer), Mirror(torch.Generator().manual_seed(1))
+        store, mirror = make_store(transfer=transfer), make_mirror(seed=1)
         for n in (24, 7, 1, 2, 24):
             run_pass(store, mirror, [(0, n)], [n])
 
