@@ -212,7 +212,7 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
     if not isinstance(loaded, dict):
         raise UsageError(f"the configuration {path} must hold lines of 'name: value', not a {type(loaded).__name__}")
     # The loader keeps the last of two equal names without a word.
-    names = [key.value for key, _ in tree.value]
+    names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"the configuration {path} sets {repeated[0]} more than once")
     return loaded
