@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ class Faulty:
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
 @pytest.mark.parametrize("rows", [1, 5, 160])
 def test_a_faulty_backend_is_rejected_by_name_and_the_next_one_serves(
-    device: torch.device, rows: int, mask: str, faults: dict[str, float], reason: str
+    device: torch.device, rows: int, mask: str, faults: dict[str, Any], reason: str
 ) -> None:
     call = make_call(device, torch.bfloat16, head_dim=64, groups=2, rows=rows, mask=mask)
     real = default_kernels(device).choose(call.simplified())

@@ -53,6 +53,7 @@ def random_case(rng: random.Random, device: torch.device) -> Case:
         rng.choice([torch.bfloat16, torch.float16]),
         block,
     )
+    resident: list[int | dict[int, int]] = [0, 0, 1, 3, 30, {layout.full_layers[0]: 4, layout.full_layers[-1]: 1}]
     sizes = StoreSizes(
         slots=rng.randint(1, 3),
         chunk_tokens=chunk,
@@ -60,7 +61,7 @@ def random_case(rng: random.Random, device: torch.device) -> Case:
         run_blocks=rng.choice([1, 2, 5, 8]),
         prefill_depth=rng.randint(2, 3),
         decode_tokens=rng.choice([1, 3, 16]) if large else rng.choice([1, 3, 4]),
-        resident_blocks=rng.choice([0, 0, 1, 3, {layout.full_layers[0]: 4, layout.full_layers[-1]: 1}, 30]),
+        resident_blocks=rng.choice(resident),
         window_keep=8 * chunk,
     )
     counts = (chunk, chunk, chunk, rng.randint(1, chunk), rng.randint(1, chunk), block, block - 1, 1, 2, 3, 17)

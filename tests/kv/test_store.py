@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,6 @@ def test_plain_copies_give_the_same_as_late_ones() -> None:
         ({"resident_blocks": -1}, "negative"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(sizes: dict[str, object], message: str) -> None:
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_store(**sizes)
