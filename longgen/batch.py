@@ -53,17 +53,18 @@ def run(model: str, requests: Sequence[Request], settings: Settings, out: Binary
     """
     from longgen.engine import Engine, EngineOptions
     from longgen.model.checkpoint import read_config, resolve_checkpoint
+    from longgen.model.rope import trained_window
     from longgen.model.tokenizer import TextTokenizer, generation_settings
 
     folder = resolve_checkpoint(model)
-    read_config(folder)
+    config = read_config(folder)
     sampling = sampling_settings(settings, generation_settings(folder))
     tokenizer = TextTokenizer.load(folder)
     chat = choose_chat(settings.chat, tokenizer.has_chat_template)
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
     jobs = [Job(request, tuple(tokenizer.encode(request.text, chat))) for request in requests]
-    if settings.max_len is not None:
-        check_lengths(jobs, settings.max_len, trained=False)
+    cap = settings.max_len or trained_window(config)
+    check_lengths(jobs, cap, trained=settings.max_len is None)
     engine = Engine.load(
         folder,
         EngineOptions(
@@ -74,10 +75,8 @@ def run(model: str, requests: Sequence[Request], settings: Settings, out: Binary
             resident_blocks=settings.resident_blocks,
         ),
     )
-    if settings.max_len is None:
-        check_lengths(jobs, engine.provider.max_position, trained=True)
     options = RunOptions(
-        cap=engine.provider.max_position if settings.max_len is None else settings.max_len,
+        cap=cap,
         max_new_tokens=settings.max_new_tokens,
         stop_ids=tokenizer.eos_ids(folder),
         sampling=sampling,

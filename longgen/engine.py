@@ -99,7 +99,8 @@ class Engine:
         """
         device = options.torch_device()
         options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
-        dtype = read_config(folder).dtype if options.dtype == "auto" else options.torch_dtype()
+        # A config that names no dtype means PyTorch's default, as it does to transformers.
+        dtype = (read_config(folder).dtype or torch.float32) if options.dtype == "auto" else options.torch_dtype()
         return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
 
     @classmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from longgen.errors import CheckpointError
 from longgen.model.adapter import ATTENTION_NAME, register_attention
@@ -147,8 +150,16 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
     config = read_config(folder)
     check_shards(folder)
     register_attention()
+    with _quiet():
+        model, report = _from_pretrained(folder, config, dtype)
+    _check_report(folder, report)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _from_pretrained(folder: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model in host memory, and what transformers says of its keys."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -160,8 +171,20 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
         )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {reason(error)}") from error
-    _check_report(folder, report)
-    return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own loading bar and table of keys: what matters of them is raised as an error."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -12,7 +12,7 @@ from longgen.errors import UsageError
 from longgen.kv.layout import AttentionLayer
 from longgen.model.adapter import PassCache, cache_keyword
 from longgen.model.checkpoint import load_model
-from longgen.model.rope import ExactRotary, yarn_factor
+from longgen.model.rope import ExactRotary, trained_window
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
 
 
@@ -82,12 +82,8 @@ class Provider:
 
     @property
     def max_position(self) -> int:
-        """Tokens the model was made for: its trained window, stretched by YaRN where the config says so."""
-        window = self.config.max_position_embeddings
-        parameters = self.config.rope_parameters
-        if parameters.get("rope_type") == "yarn":
-            return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(self.config)))
-        return window
+        """Tokens the model was made for, see `trained_window`."""
+        return trained_window(self.config)
 
     @property
     def is_recurrent(self) -> bool:

@@ -59,6 +59,15 @@ def yarn_factor(config: Any) -> float:
     return float(factor or config.max_position_embeddings / parameters["original_max_position_embeddings"])
 
 
+def trained_window(config: Any) -> int:
+    """Tokens that a text config's model was made for: its window, stretched by YaRN where the config says so."""
+    window: int = config.max_position_embeddings
+    parameters = config.rope_parameters
+    if parameters.get("rope_type") == "yarn":
+        return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(config)))
+    return window
+
+
 def _yarn_frequencies(config: Any, period_root: torch.Tensor, dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2): slow pairs are interpolated, fast ones left alone."""
     parameters = config.rope_parameters
