@@ -7,7 +7,7 @@ differ in the key word. Everything that trains, tests or evaluates a model on th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from longgen.errors import UsageError
@@ -54,8 +54,6 @@ MAGIC_NUMBER = Template(
     ),
     digits=7,
 )
-# The filler of both papers.
-NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +90,6 @@ class Document:
     def prompt(self, needle: Needle) -> str:
         """The document followed by the question for `needle`."""
         return self.text + needle.question
-
-
-def noise() -> Iterator[str]:
-    """The sentences of NOISE, again and again."""
-    while True:
-        yield from NOISE
 
 
 def hide(needles: Sequence[tuple[float, Needle]], filler: Iterable[str], size: int, *, intro: str = "") -> Document:

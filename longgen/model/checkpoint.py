@@ -25,11 +25,15 @@ TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5
 VISION_TYPES = MappingProxyType({"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"})
 SUPPORTED_TYPES = (*TEXT_TYPES, *VISION_TYPES)
 
+# The checkpoint that ships inside the package.
+DEMO_NAME = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "data" / "demo"
+
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 
 def resolve_checkpoint(name: str) -> Path:
-    """The folder of a checkpoint named by a path or by a hub id such as `Qwen/Qwen3-0.6B`.
+    """The folder of a checkpoint named by a path, by a hub id such as `Qwen/Qwen3-0.6B`, or `demo`, the one that ships.
 
     What exists is a path, and so is what can only be one: a name that starts with `.`, `/` or `~`, ends with a slash or
     has more than one. A hub id is taken from the hub cache or downloaded; with HF_HUB_OFFLINE=1 or
@@ -41,7 +45,17 @@ def resolve_checkpoint(name: str) -> Path:
     path = Path(name).expanduser()
     if path.exists() or not _may_be_hub_id(name):
         return _checked_folder(path)
+    if name == DEMO_NAME:
+        return _demo_folder()
     return _from_hub(name)
+
+
+def _demo_folder() -> Path:
+    if not (DEMO_FOLDER / "model.safetensors").is_file():
+        raise CheckpointError(
+            f"the demo checkpoint is not in {DEMO_FOLDER}; write it with scripts/train_demo_checkpoint.py"
+        )
+    return DEMO_FOLDER
 
 
 def _may_be_hub_id(name: str) -> bool:

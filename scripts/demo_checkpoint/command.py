@@ -14,20 +14,18 @@ from pathlib import Path
 
 import torch
 
-import longgen
 from demo_checkpoint.data import STAGES
 from demo_checkpoint.evaluate import evaluate, report
 from demo_checkpoint.model import make_model, save_checkpoint
 from demo_checkpoint.train import TrainOptions, scaled, train
 from longgen.config import parse_length
 from longgen.engine import EngineOptions
-
-SHIPPED = Path(longgen.__file__).parent / "data" / "demo"
+from longgen.model.checkpoint import DEMO_FOLDER
 
 
 def parse(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=SHIPPED, help="folder to write (default: the shipped one)")
+    parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder to write (default: the shipped one)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")
     parser.add_argument("--steps-scale", type=float, default=1.0, help="multiplies the steps of every stage")

@@ -134,11 +134,11 @@ def make_batch(stage: Stage, stage_index: int, step: int, seed: int, tokens: int
 
 
 def _arrays(pieces: Pieces, length: int) -> tuple[np.ndarray, np.ndarray]:
-    data = np.frombuffer("".join(pieces.texts).encode("ascii"), np.uint8)
+    data = np.frombuffer("".join(pieces.texts).encode("ascii"), np.uint8).astype(np.int16)
     if len(data) != length:
         raise ValueError(f"a sample has {len(data)} bytes, not {length}")
     kinds = np.repeat(np.array(pieces.kinds, np.uint8), [len(piece) for piece in pieces.texts])
-    return np.where(data == 0, EOS_ID, data).astype(np.int16), kinds
+    return np.where(data == 0, np.int16(EOS_ID), data), kinds
 
 
 def _positions(rng: random.Random, pieces: Pieces, stage: Stage) -> np.ndarray:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longgen.engine import Engine, EngineOptions
-from longgen.evaluation.needle import MAGIC_NUMBER, PASS_KEY, Document, Needle, hide, is_right, noise
+from longgen.evaluation.ask import Reader
+from longgen.evaluation.filler import noise, tales
+from longgen.evaluation.needle import MAGIC_NUMBER, PASS_KEY, Document, Needle, hide, is_right
 from longgen.model.tokenizer import TextTokenizer
 
 # Real words, none of which training made but by chance.
@@ -29,7 +31,7 @@ KEYS = (
     "orchard",
 )
 DISTRACTORS = 3
-_ANSWER_TOKENS = 12
+_QUESTION_BYTES = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +45,6 @@ class Row:
     seconds: float
 
 
-def ask(
-    engine: Engine, tokenizer: TextTokenizer, stop_ids: frozenset[int], document: Document, needles: Iterable[Needle]
-) -> list[str]:
-    """The greedy answers to the question for each needle, all after one prefill of the document."""
-    ids = tokenizer.encode(document.text, chat=False)
-    engine.prefill(ids, new_tokens=len(PASS_KEY.question) + len(MAGIC_NUMBER.question) + 64)
-    start = engine.snapshot()
-    answers = []
-    for needle in needles:
-        engine.restore(start)
-        logits = engine.extend(tokenizer.encode(needle.question, chat=False))
-        answer: list[int] = []
-        while len(answer) < _ANSWER_TOKENS:
-            token = int(logits.argmax())
-            if token in stop_ids:
-                break
-            answer.append(token)
-            logits = engine.decode_step(token)
-        answers.append(tokenizer.decode(answer))
-    engine.reset()
-    return answers
-
-
 def evaluate(folder: Path, device: str, lengths: Sequence[int], depths: int, seed: int = 0) -> Iterator[Row]:
     """Rows for every length: the pass key and a magic number in one document, then magic numbers among others.
 
@@ -76,7 +55,7 @@ def evaluate(folder: Path, device: str, lengths: Sequence[int], depths: int, see
     """
     engine = Engine.load(folder, EngineOptions(device=device))
     tokenizer = TextTokenizer.load(folder)
-    stop_ids = tokenizer.eos_ids(folder)
+    reader = Reader(engine, tokenizer, tokenizer.eos_ids(folder))
     for length in lengths:
         rng = random.Random(f"{seed} {length}")
         places = [0.05 + 0.9 * (index + 0.5) / depths for index in range(depths)]
@@ -84,13 +63,18 @@ def evaluate(folder: Path, device: str, lengths: Sequence[int], depths: int, see
             start = time.monotonic()
             results: dict[str, list[bool]] = {}
             for document, needles in documents:
-                answers = ask(engine, tokenizer, stop_ids, document, needles)
+                answers = reader.answers(document, needles)
                 for needle, answer in zip(needles, answers, strict=True):
                     name = needle.template.name if task == "alone" else f"{DISTRACTORS} distractors"
                     results.setdefault(name, []).append(is_right(needle, answer))
             seconds = time.monotonic() - start
             for name, right in results.items():
                 yield Row(length, name, sum(right), len(right), round(seconds, 1))
+
+
+def _filler(rng: random.Random) -> Iterator[str]:
+    """One of two sorts, neither of which training has seen."""
+    return noise() if rng.random() < 0.5 else tales(rng.randrange(1000))
 
 
 def _number(rng: random.Random, digits: int) -> str:
@@ -105,14 +89,14 @@ def _alone(rng: random.Random, length: int, depths: Iterable[float]) -> Iterator
     for depth in depths:
         needles = [Needle(PASS_KEY, _number(rng, PASS_KEY.digits)), _magic(rng, rng.choice(KEYS))]
         placed = [(depth, needles[0]), ((depth + 0.37) % 1.0, needles[1])]
-        yield hide(placed, noise(), length - 160), needles
+        yield hide(placed, _filler(rng), length - _QUESTION_BYTES), needles
 
 
 def _among(rng: random.Random, length: int, depths: Iterable[float]) -> Iterator[tuple[Document, list[Needle]]]:
     for depth in depths:
         needles = [_magic(rng, key) for key in rng.sample(KEYS, DISTRACTORS + 1)]
         places = [depth, *(rng.random() for _ in range(DISTRACTORS))]
-        yield hide(list(zip(places, needles, strict=True)), noise(), length - 160), needles
+        yield hide(list(zip(places, needles, strict=True)), _filler(rng), length - _QUESTION_BYTES), needles
 
 
 def table(rows: Sequence[Row]) -> str:
