@@ -97,7 +97,8 @@ def test_nothing_in_a_pass_waits(
 @pytest.mark.parametrize("asleep", ["compute", "load", "offload"])
 def test_passes_are_queued_while_the_device_sleeps(build: Build, asleep: str) -> None:
     """Whatever stream is held up for a second, two chunks and a decode step are on their way in far less."""
-    engine = open_warm(build, torch.device("cuda"), *KINDS[0], 0)
+    # One layer: a few hundred launches, where the driver's queue holds about a thousand before it makes the host wait.
+    engine = open_warm(build, torch.device("cuda"), "qwen3", {"head_dim": 64, "layers": 1}, 0)
     transfer = engine.store.transfer
     assert isinstance(transfer, CudaTransfer)
     streams = {"compute": torch.cuda.current_stream(), **{q.value: s for q, s in transfer._streams.items()}}
@@ -119,6 +120,13 @@ def test_passes_are_queued_while_the_device_sleeps(build: Build, asleep: str) ->
 @pytest.mark.cuda
 def test_a_wait_would_be_seen() -> None:
     x = torch.ones(4, device="cuda")
-    for wait in (x.sum().item, x.cpu, torch.cuda.synchronize, torch.cuda.Event().synchronize):
+    waits = (
+        lambda: x.sum().item(),
+        lambda: x.cpu(),
+        lambda: torch.cuda.synchronize(),
+        lambda: torch.cuda.current_stream().synchronize(),
+        lambda: torch.cuda.current_stream().record_event().synchronize(),
+    )
+    for wait in waits:
         with pytest.raises((RuntimeError, AssertionError)), no_waits():
             wait()

@@ -125,6 +125,7 @@ def test_error_is_no_larger_than_that_of_bf16_eager(
 ) -> None:
     if device == "cpu" and (resident != 2 or options.get("head_dim") != 64 or "sliding" in options):
         pytest.skip("one is enough on the CPU, to see that the test works")
+    free_device_memory()
     if device == "cuda" and torch.cuda.mem_get_info()[0] < EAGER_BYTES * prompt**2:
         pytest.skip(f"transformers' eager attention over {prompt} tokens needs {EAGER_BYTES * prompt**2 >> 30} GiB")
     folder = build(kind, **options, max_position=65536)
