@@ -104,6 +104,20 @@ def test_host_memory_is_exact_for_an_announced_request() -> None:
     assert store.host_bytes <= 9 * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2  # full extents only, and no more of them
 
 
+def test_memory_that_cannot_be_had_is_one_error_with_the_bytes() -> None:
+    with pytest.raises(CapacityError, match=r"1 buffers of 4,000,000,000,000,000 tokens, [0-9,]+ bytes, do not fit"):
+        make_store(resident_blocks=10**15)
+
+    class Refusing(LazyTransfer):
+        def allocate_host(self, nbytes: int) -> torch.Tensor:
+            raise OSError("no memory")
+
+    store = make_store(transfer=Refusing())
+    with pytest.raises(CapacityError, match=r"holds 0 bytes of host memory and needs 2,048 more"):
+        store.begin([(0, 1)])
+    assert store.length(0) == 0
+
+
 def test_no_host_memory_when_everything_is_resident() -> None:
     store, mirror = make_store(resident_blocks=10), make_mirror()
     run_pass(store, mirror, [(0, 24)], [24])
