@@ -33,7 +33,7 @@ def shard_files(folder: Path) -> list[Path]:
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {reason(error)}") from error
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
@@ -70,7 +70,7 @@ def _check_shard(path: Path) -> set[str]:
             header = json.loads(file.read(length))
             tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
             expected = 8 + length + max(tensors.values(), default=0)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} has a damaged safetensors header; get it again") from error
     if size != expected:
         raise CheckpointError(f"{path} holds {size} bytes where its header promises {expected}; get it again")

@@ -13,16 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from longgen.errors import SlotError
-
-
-class Participant(Protocol):
-    """What a Pass asks of those who change with it: `prepare` may refuse, `commit` and `abort` may not."""
-
-    def prepare(self, accepted: tuple[int, ...]) -> None: ...
-
-    def commit(self, accepted: tuple[int, ...]) -> None: ...
-
-    def abort(self) -> None: ...
+from longgen.kv.passes import Participant
 
 
 class Pass(Protocol):
