@@ -29,6 +29,7 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")
     parser.add_argument("--steps-scale", type=float, default=1.0, help="multiplies the steps of every stage")
+    parser.add_argument("--stages", type=int, default=len(STAGES), help="train only the first so many stages")
     parser.add_argument("--tokens", type=int, default=None, help="bytes in a step (CPU 8192, GPU 32768)")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices")
     parser.add_argument("--anneal", type=float, default=0.4, help="share of all steps in which the rate falls to 0")
@@ -80,7 +81,7 @@ def _train(args: argparse.Namespace, device: torch.device) -> None:
         workers=args.workers if args.workers is not None else (max(1, min(12, cores - 2)) if on_gpu else 0),
         compiled=compiled,
     )
-    stages = scaled(STAGES, args.steps_scale)
+    stages = scaled(STAGES[: args.stages], args.steps_scale)
     model = make_model(device, args.seed)
     count = sum(weight.numel() for weight in model.parameters())
     print(f"{count:,} parameters on {device}; {options}", file=sys.stderr)

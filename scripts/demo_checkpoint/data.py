@@ -61,7 +61,7 @@ class Stage:
 
 
 STAGES = (
-    Stage("strings", 700, 256, {"strings": 0.5, "pairs": 0.5}),
+    Stage("strings", 700, 256, {"strings": 0.6, "pairs": 0.4}),
     Stage("pairs", 600, 384, {"pairs": 0.6, "needles": 0.4}, (1, 4), short=0.7, jump=0.3, bias=0.15),
     Stage("words", 900, 512, {"pairs": 0.2, "needles": 0.8}, (1, 6), short=0.5, jump=0.6, bias=0.3),
     Stage("needles", 900, 1024, {"pairs": 0.1, "needles": 0.9}, (1, 14), short=0.2, jump=0.7, bias=0.5),
@@ -159,7 +159,8 @@ def _positions(rng: random.Random, pieces: Pieces, stage: Stage) -> np.ndarray:
 
 def _strings(rng: random.Random, stage: Stage) -> Pieces:
     """A random string and its repetitions."""
-    count = rng.randrange(12, stage.length // 2)
+    # As often short as long: short ones come again more often, and are easier to learn from.
+    count = round(8 * (stage.length / 16) ** rng.random())
     unit = text.random_string(rng, count)
     pieces = Pieces()
     pieces.add(unit, TEXT)

@@ -16,6 +16,7 @@ _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved
 _PIECES = r"\S+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _QK_NORM_START = 1.5
+_EMBEDDING_MEAN = 0.02
 
 
 def make_model(device: torch.device, seed: int) -> Qwen3ForCausalLM:
@@ -39,6 +40,9 @@ def make_model(device: torch.device, seed: int) -> Qwen3ForCausalLM:
     )
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
+        # Without biases, a head can look at positions alone only through what all embeddings share. In a tied head
+        # it moves all logits alike.
+        model.model.embed_tokens.weight.add_(_EMBEDDING_MEAN)
         for layer in model.model.layers:
             # Scores of a long context must be able to stand out from the start.
             layer.self_attn.q_norm.weight.fill_(_QK_NORM_START)

@@ -54,9 +54,10 @@ def key_words(rng: random.Random, count: int) -> list[str]:
 
 
 def random_string(rng: random.Random, count: int) -> str:
-    """Characters of one of several alphabets."""
-    alphabets = (_LETTERS, _PRINTABLE, _LETTERS[: rng.randrange(6, 26)], string.digits)
-    return "".join(rng.choices(rng.choice(alphabets), k=count))
+    """Characters of one of several alphabets, mostly large ones, in which one character says where one is."""
+    alphabets = (_PRINTABLE, _LETTERS, _LETTERS[: rng.randrange(6, 26)], string.digits)
+    (alphabet,) = rng.choices(alphabets, (0.55, 0.3, 0.1, 0.05))
+    return "".join(rng.choices(alphabet, k=count))
 
 
 def filler(rng: random.Random, size: int) -> list[str]:
