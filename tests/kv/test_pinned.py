@@ -83,7 +83,6 @@ def test_pieces_are_released_one_by_one() -> None:
         assert len(registry.live) == len(memories)
 
 
-@pytest.mark.xfail(strict=True, reason="CPython's mmap unmaps before it tells its weak references")
 def test_memory_is_unregistered_while_it_is_still_mapped() -> None:
     """Unmapped first, its address could be mapped again, by another thread, before it is unregistered."""
     registry = Registry()
