@@ -9,51 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from longgen.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
+class Template(Enum):
     """The texts of one task.
 
     Attributes:
+        title: the task in words.
         intro: opens the document.
         needle: hides `{number}`, for `{key}` where the task has one.
         question: follows the document, and ends where the number begins.
         digits: of the number.
     """
 
-    name: str
-    intro: str
-    needle: str
-    question: str
-    digits: int
-
-
-PASS_KEY = Template(
-    name="pass key",
-    intro=(
+    PASS_KEY = (
+        "pass key",
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
-        "I will quiz you about the important information there."
-    ),
-    needle="The pass key is {number}. Remember it. {number} is the pass key.",
-    question="What is the pass key? The pass key is",
-    digits=5,
-)
-MAGIC_NUMBER = Template(
-    name="magic number",
-    intro=(
+        "I will quiz you about the important information there.",
+        "The pass key is {number}. Remember it. {number} is the pass key.",
+        "What is the pass key? The pass key is",
+        5,
+    )
+    MAGIC_NUMBER = (
+        "magic number",
         "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
-        "I will quiz you about the numbers afterwards."
-    ),
-    needle="One of the special magic numbers for {key} is: {number}.",
-    question=(
+        "I will quiz you about the numbers afterwards.",
+        "One of the special magic numbers for {key} is: {number}.",
         "What is the special magic number for {key} mentioned in the provided text? "
-        "The special magic number for {key} mentioned in the provided text is"
-    ),
-    digits=7,
-)
+        "The special magic number for {key} mentioned in the provided text is",
+        7,
+    )
+
+    def __init__(self, title: str, intro: str, needle: str, question: str, digits: int) -> None:
+        self.title, self.intro, self.needle, self.question, self.digits = title, intro, needle, question, digits
+
+
+PASS_KEY, MAGIC_NUMBER = Template.PASS_KEY, Template.MAGIC_NUMBER
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def evaluate(folder: Path, device: str, lengths: Sequence[int], depths: int, see
             for document, needles in documents:
                 answers = reader.answers(document, needles)
                 for needle, answer in zip(needles, answers, strict=True):
-                    name = needle.template.name if task == "alone" else f"{DISTRACTORS} distractors"
+                    name = needle.template.title if task == "alone" else f"{DISTRACTORS} distractors"
                     results.setdefault(name, []).append(is_right(needle, answer))
             seconds = time.monotonic() - start
             for name, right in results.items():
