@@ -37,5 +37,6 @@ def run(settings: Settings) -> Result:
     say(f"  {errors if errors is not None else 'no count of'} errors, exit status {done.returncode}")
     ok = errors == 0 and agreed and done.returncode == 0
     if not ok:
-        say(output[-4000:])
+        reported = [line for line in output.splitlines() if line.startswith("=========")]
+        say("\n".join(reported[:60]) or output[-4000:])
     return Result(ok, {"errors": errors, "returncode": done.returncode, "agreed": agreed})

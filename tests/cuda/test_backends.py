@@ -90,13 +90,12 @@ def test_a_fused_backend_takes_every_call(device: torch.device, head_dim: int, r
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 160])
-def test_no_backend_of_the_device_fails_its_first_use_check(
-    device: torch.device, rows: int, dtype: torch.dtype
-) -> None:
+def test_no_backend_of_the_device_is_wrong(device: torch.device, rows: int, dtype: torch.dtype) -> None:
     kernels = default_kernels(device)
     call = make_call(device, dtype, head_dim=128, groups=2, rows=rows, mask="none")
-    refused = {backend.name: backend.refuses(call.simplified()) for backend in backends(kernels, rows)}
-    assert dict(kernels.explain(call)) == refused
+    # What a package was built without shows only when it is tried; a wrong result is never excused.
+    wrong = {name: reason for name, reason in kernels.explain(call) if reason and "differs" in reason}
+    assert not wrong
 
 
 @dataclass(frozen=True)
