@@ -111,8 +111,13 @@ def sampling_settings(settings: Settings, checkpoint: Mapping[str, Any]) -> Samp
 
 def _checkpoint_value(name: str, value: Any) -> Any:
     """A value of generation_config.json, which may be of any type; SamplingSettings checks its range."""
-    kinds = {"do_sample": (bool,), "top_k": (int,)}.get(name, (int, float))
-    if isinstance(value, kinds) and isinstance(value, bool) == (kinds == (bool,)) and abs(value) <= sys.float_info.max:
+    if name == "do_sample":
+        allowed = isinstance(value, bool)
+    elif isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
+        allowed = False
+    else:
+        allowed = abs(value) <= sys.float_info.max
+    if allowed:
         return value
     raise UsageError(f"{name} is {repr(value)[:80]} in the checkpoint's generation_config.json, which is not allowed")
 

@@ -187,7 +187,7 @@ def test_an_empty_file_is_no_setting(tmp_path: Path) -> None:
         ("max_new_tokens: null", "max_new_tokens: 'null' is not a length"),
         ("max_len: 1.5", "max_len: '1.5' is not a length"),
         ("max_len: [4K]", "max_len: a sequence is not allowed; give one value"),
-        ("? [max_len]\n: 4K", "line 1 has a sequence for a name"),
+        ("? [max_len]\n: 4K", "has a sequence for a name at line 1"),
         ("dtype: int8", "dtype: 'int8' is not allowed; it must be one of auto, bfloat16, float16, float32"),
         ("device: gpu", "device: 'gpu' is not allowed; it must be one of auto, cpu, cuda, cuda:N"),
         ("device: 'cuda:x'", "device: "),
