@@ -14,6 +14,7 @@ from longgen.errors import LongGenError
 
 FEW_ROWS = 128  # up to here reading the keys costs more than multiplying them
 CHECK_KEYS = 1024  # keys of the first-use check: a length that every backend takes
+CHECK_HEADS = 8  # its KV heads
 
 
 class Rows(Enum):
@@ -69,10 +70,10 @@ class CallKind:
             shape = (heads, tokens, self.head_dim)
             return torch.randn(shape, generator=generator, device=device).to(self.dtype)
 
-        k, v = normal(2, m + 64)[:, :m], normal(2, m + 64)[:, :m]
+        k, v = normal(CHECK_HEADS, m + 64)[:, :m], normal(CHECK_HEADS, m + 64)[:, :m]
         # Larger than 1/sqrt(head_dim): sharp rows show a wrong scale or a log-sum-exp of the wrong base.
         scale = 2 * self.head_dim**-0.5
-        return AttentionCall(normal(2 * self.groups, n), k, v, scale, self.causal, window)
+        return AttentionCall(normal(CHECK_HEADS * self.groups, n), k, v, scale, self.causal, window)
 
 
 class Kernels:

@@ -17,7 +17,7 @@ from longgen.kv.store import KVStore
 from longgen.kv.transfer import open_transfer
 
 LAYERS = (AttentionLayer(0), AttentionLayer(1, window=40), AttentionLayer(2))
-KV_HEADS, GROUPS, HEAD_DIM, BLOCK = 2, 2, 64, 16
+KV_HEADS, GROUPS, HEAD_DIM, BLOCK = 8, 2, 64, 16
 SCALE = HEAD_DIM**-0.5
 TOLERANCE = 1e-2
 

@@ -77,7 +77,9 @@ def exact_arithmetic(model: Any) -> Iterator[None]:
 def eager_logits(folder: Path, device: str, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float64 [ROWS, vocab] on the CPU, of weights rounded to bf16."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.bfloat16)
-    model = model.to(dtype).to(device).eval()
+    model = model.to(device).eval()
+    if dtype is torch.float32:
+        model = model.float()  # not .to(bfloat16): that would round the rotary frequencies too
     with ExitStack() as stack:
         if dtype is torch.float32:
             stack.enter_context(exact_arithmetic(model))
