@@ -14,8 +14,9 @@ from longgen.model.tokenizer import TextTokenizer
 GREEDY_QUESTION = "Summarise the text above in your own words, point by point."
 NEEDLE_QUESTION = "What is the registration number of the red bicycle? Answer with the number only."
 
-# A sentence with the white space after it, so that the pieces of a text joined are the text.
-_SENTENCE = re.compile(r".+?(?:[.!?][\"')\]]*\s+|[。！？]\s*|\n\s*\n|\Z)", re.DOTALL)
+# A sentence, or a heading up to an empty line, with the white space before it: the pieces joined are the text, and
+# their tokens add up to nearly its tokens, as a tokenizer joins a space to the word after it.
+_SENTENCE = re.compile(r"\s*\S.*?(?:[.!?][\"')\]]*(?=\s)|[。！？]|(?=\n\s*\n)|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def make_prompt(tokenizer: TextTokenizer, name: str, text: str, number: str | No
 def greedy_prompt(tokenizer: TextTokenizer, text: str, tokens: int) -> Prompt:
     """A prompt of about `tokens` tokens of `text` that asks for a summary."""
     body = "".join(sentence for sentence, _ in cut_sentences(tokenizer, text, tokens))
-    return make_prompt(tokenizer, "greedy", f"{body.rstrip()}\n\n{GREEDY_QUESTION}")
+    return make_prompt(tokenizer, "greedy", f"{body.strip()}\n\n{GREEDY_QUESTION}")
 
 
 def needle_prompts(tokenizer: TextTokenizer, text: str, tokens: int, depths: Sequence[float]) -> Iterator[Prompt]:
@@ -93,11 +94,10 @@ def needle_prompts(tokenizer: TextTokenizer, text: str, tokens: int, depths: Seq
     for depth in depths:
         # A number of its own for each depth, the same in every run.
         number = str(random.Random(f"needle {depth}").randrange(1_000_000, 10_000_000))
-        needle = f"The registration number of the red bicycle is {number}. "
+        needle = f" The registration number of the red bicycle is {number}."
         before = "".join(sentence for sentence, start in sentences if start < depth * tokens)
         after = "".join(sentence for sentence, start in sentences if start >= depth * tokens)
-        gap = "" if not before or before[-1].isspace() else " "
-        body = f"{before}{gap}{needle}{after}".rstrip()
+        body = f"{before}{needle}{after}".strip()
         yield make_prompt(tokenizer, f"needle at {depth:.0%}", f"{body}\n\n{NEEDLE_QUESTION}", number)
 
 
