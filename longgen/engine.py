@@ -11,7 +11,7 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.errors import SlotError, UsageError
 from longgen.kv.layout import KVLayout
-from longgen.kv.parts import StoreSizes
+from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.model.checkpoint import read_config

@@ -13,7 +13,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 MODEL_LIBRARIES = frozenset({"transformers", "tokenizers", "huggingface_hub"})
 STREAM_NAMES = frozenset({"Stream", "Event", "current_stream", "synchronize", "stream", "set_stream", "default_stream"})
-KV_FACTS = frozenset({"layout", "budget", "plan"})  # the modules of longgen/kv that only describe or compute
+KV_FACTS = frozenset(
+    {"shape", "sizes", "layout", "budget", "plan", "predict"}
+)  # the modules of longgen/kv that only describe or compute
 MUTABLE_MAKERS = frozenset({"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"})
 
 
