@@ -40,12 +40,13 @@ def parse_bytes_or_fraction(value: object) -> int | float:
 
 
 def show_bytes(count: int) -> str:
-    """14.2 GiB, 896 MiB, 48 KiB, 12 B."""
+    """14.2 GiB, 1.11 GiB, 896 MiB, 48 KiB, 12 B."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         size = _BYTE_UNITS[unit]
         if count >= size:
             amount = count / size
-            return f"{amount:,.1f} {unit}" if amount < 100 and count % size else f"{amount:,.0f} {unit}"
+            digits = 0 if count % size == 0 or amount >= 100 else 1 if amount >= 10 else 2
+            return f"{amount:,.{digits}f} {unit}"
     return f"{count} B"
 
 

@@ -32,6 +32,15 @@ def attention_layers(config: Any) -> tuple[AttentionLayer, ...]:
     )
 
 
+def max_position(config: Any) -> int:
+    """Tokens a text config was made for: its trained window, stretched by YaRN where it says so."""
+    window = config.max_position_embeddings
+    parameters = config.rope_parameters
+    if parameters.get("rope_type") == "yarn":
+        return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(config)))
+    return window
+
+
 class Provider:
     """The model as the engine sees it: token ids and a Pass in, logits out.
 
@@ -83,11 +92,7 @@ class Provider:
     @property
     def max_position(self) -> int:
         """Tokens the model was made for: its trained window, stretched by YaRN where the config says so."""
-        window = self.config.max_position_embeddings
-        parameters = self.config.rope_parameters
-        if parameters.get("rope_type") == "yarn":
-            return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(self.config)))
-        return window
+        return max_position(self.config)
 
     @property
     def is_recurrent(self) -> bool:
