@@ -146,7 +146,7 @@ def cap_allocator(budget: DeviceBudget, runtime_bytes: int, index: int = 0) -> N
 
 def cgroup_limits(root: Path = Path("/")) -> list[HostLimit]:
     """The memory limits of this process's cgroups, v1 and v2, from its own up to the root of what is mounted."""
-    limits = []
+    limits: list[HostLimit] = []
     for kind, folder, top in _cgroup_folders(root):
         while True:
             limits += _v2_limits(folder, root) if kind == "cgroup2" else _v1_limits(folder, root)

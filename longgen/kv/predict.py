@@ -114,7 +114,8 @@ def _prefill(
     """Seconds in all, and the seconds of the chunks that each thing bounds."""
     chunks = -(-prompt // sizes.chunk_tokens)
     step = max(1.0, chunks / CHUNKS_SUMMED)
-    seconds, bounds, done = 0.0, {}, 0.0
+    seconds, done = 0.0, 0.0
+    bounds: dict[str, float] = {}
     while done < chunks - 1e-9:
         weight = min(step, chunks - done)
         past = (done + (weight - 1) / 2) * sizes.chunk_tokens
