@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.config import Settings, sampling_settings
 from longgen.errors import LongGenError, UsageError
+from longgen.names import checkpoint_name
 from longgen.progress import PrefillProgress
 from longgen.requests import Request
 from longgen.sampling import Sampler, SamplingSettings, record_seed
 
 if TYPE_CHECKING:
-    from longgen.engine import Engine
+    from longgen.engine import Engine, EngineOptions
     from longgen.model.tokenizer import TextTokenizer
 
 _SLOT = 0
@@ -46,38 +48,30 @@ class RunOptions:
 
 
 def run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
-    """Answer the requests from the checkpoint `model`, a folder or a hub id: texts to `out` as UTF-8, notices to `err`.
+    """Answer the requests from a checkpoint (folder, hub id or short name): texts to `out` as UTF-8, notices to `err`.
 
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.
     """
-    from longgen.engine import Engine, EngineOptions
+    from longgen.engine import Engine
     from longgen.model.checkpoint import read_config, resolve_checkpoint
+    from longgen.model.provider import max_position
     from longgen.model.tokenizer import TextTokenizer, generation_settings
+    from longgen.model.weights import check_weights
 
-    folder = resolve_checkpoint(model)
-    read_config(folder)
+    folder = resolve_checkpoint(checkpoint_name(model))
+    config = read_config(folder)
+    check_weights(folder, config)
     sampling = sampling_settings(settings, generation_settings(folder))
     tokenizer = TextTokenizer.load(folder)
     chat = choose_chat(settings.chat, tokenizer.has_chat_template)
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
     jobs = [Job(request, tuple(tokenizer.encode(request.text, chat))) for request in requests]
-    if settings.max_len is not None:
-        check_lengths(jobs, settings.max_len, trained=False)
-    engine = Engine.load(
-        folder,
-        EngineOptions(
-            device=settings.device,
-            dtype=settings.dtype,
-            block_size=settings.block_size,
-            chunk_size=settings.chunk_size,
-            resident_blocks=settings.resident_blocks,
-        ),
-    )
-    if settings.max_len is None:
-        check_lengths(jobs, engine.provider.max_position, trained=True)
+    cap = max_position(config) if settings.max_len is None else settings.max_len
+    check_lengths(jobs, cap, trained=settings.max_len is None)
+    engine = Engine.load(folder, planned_options(model, config, jobs, settings, cap, err))
     options = RunOptions(
-        cap=engine.provider.max_position if settings.max_len is None else settings.max_len,
+        cap=cap,
         max_new_tokens=settings.max_new_tokens,
         stop_ids=tokenizer.eos_ids(folder),
         sampling=sampling,
@@ -85,6 +79,41 @@ def run(model: str, requests: Sequence[Request], settings: Settings, out: Binary
         progress=err.isatty() if settings.progress is None else settings.progress,
     )
     return run_jobs(engine, tokenizer, jobs, options, out, err)
+
+
+def planned_options(
+    model: str, config: Any, jobs: Sequence[Job], settings: Settings, cap: int, err: TextIO
+) -> EngineOptions:
+    """Plans memory for the longest job, says so in three lines on `err`, and returns how the engine is to be built.
+
+    Raises CapacityError if it does not fit.
+    """
+    from longgen.engine import EngineOptions
+    from longgen.kv.plan import Planner, PlanOptions
+    from longgen.model.shape import model_shape
+    from longgen.planning import Limits, hold_to, run_machine, summary
+
+    options = EngineOptions(
+        device=settings.device, dtype=settings.dtype, block_size=settings.block_size, chunk_size=settings.chunk_size
+    )
+    device = options.torch_device()
+    shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
+    machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
+    choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
+    sizes = [(len(job.prompt), min(settings.max_new_tokens, cap - len(job.prompt))) for job in jobs]
+    plan = Planner(shape, machine, choices).plan(*max(sizes, key=sum))
+    for line in summary(plan):
+        print(f"longgen: {line}", file=err)
+    hold_to(plan, settings.gpu_memory, device)
+    chosen = plan.sizes
+    return replace(
+        options,
+        chunk_size=chosen.chunk_tokens,
+        resident_blocks=plan.resident_blocks,
+        ring_entries=chosen.ring_entries,
+        ring_blocks=chosen.run_blocks,
+        prefill_depth=chosen.prefill_depth,
+    )
 
 
 def choose_chat(asked: bool | None, has_template: bool) -> bool:

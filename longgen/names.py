@@ -15,10 +15,11 @@ from longgen.model_shape import FULL, RECURRENT, WINDOW, DeltaRule, Experts, Mod
 
 _GATED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _NEEDED = frozenset({"family", "hidden", "layers", "q_heads", "kv_heads", "head_dim", "vocab", "trained_window"})
-_KNOWN = _NEEDED | {
-    "hub", "aliases", "name", "full_attention_every", "mlp", "tied", "delta", "experts", "window", "window_layers",
-    "dtype", "attention_bias", "kv_bytes_per_token",
-}  # fmt: skip
+_OPTIONAL = (
+    "hub aliases name full_attention_every mlp tied delta experts window window_layers dtype attention_bias "
+    "kv_bytes_per_token"
+)
+_KNOWN = _NEEDED | frozenset(_OPTIONAL.split())
 _BLOCK = 1  # bytes per token do not depend on the block
 
 

@@ -112,10 +112,14 @@ class MemoryPlan:
         return self.prompt + self.new_tokens
 
     @property
+    def resident_blocks(self) -> int:
+        """Blocks of every layer on the device."""
+        return self.sizes.resident_blocks if isinstance(self.sizes.resident_blocks, int) else 0
+
+    @property
     def host_blocks(self) -> int:
-        """Blocks of one layer in host memory, of the layer that has most."""
-        resident = self.sizes.resident_by_layer(self.kv).values()
-        return max((max(0, self.kv.blocks_for(self.tokens) - count) for count in resident), default=0)
+        """Blocks of every layer in host memory."""
+        return max(0, self.kv.blocks_for(self.tokens) - self.resident_blocks) if self.kv.full_layers else 0
 
 
 class Planner:

@@ -41,7 +41,7 @@ def _loaded(*_: object, **__: object) -> None:
     pytest.fail("a weight was loaded")
 
 
-def edit(folder: Path, change: Callable[[Weights], None]) -> Path:
+def edit(folder: Path, change: Callable[[Weights], object]) -> Path:
     """Rewrites a folder's single weight file."""
     weights = load_file(folder / "model.safetensors")
     change(weights)
