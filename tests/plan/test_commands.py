@@ -171,14 +171,24 @@ def _run(folder: Path, prompt: Path, *flags: str) -> list[str]:
     return ["run", "--model", str(folder), "--prompt", str(prompt), *fixed, *flags]
 
 
+def _noting(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
+    """What a method returns from now on, call by call."""
+    returned: list[Any] = []
+    original = getattr(owner, name)
+
+    def note(*args: Any) -> Any:
+        returned.append(original(*args))
+        return returned[-1]
+
+    monkeypatch.setattr(owner, name, note)
+    return returned
+
+
 def test_a_run_says_its_plan_in_three_lines_and_keeps_to_it(
     build: Build, prompt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines: list[Engine] = []
-    plans = []
-    load, make = Engine.load, Planner.plan
-    monkeypatch.setattr(Engine, "load", lambda *args: engines.append(load(*args)) or engines[-1])
-    monkeypatch.setattr(Planner, "plan", lambda *args: plans.append(make(*args)) or plans[-1])
+    engines = _noting(monkeypatch, Engine, "load")
+    plans = _noting(monkeypatch, Planner, "plan")
     assert main(_run(build("qwen3"), prompt, "--chunk-size", "64", "--resident-blocks", "2")) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["memory", "host", "chunk"]
