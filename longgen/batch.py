@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.config import Settings, sampling_settings
-from longgen.errors import LongGenError, UsageError
+from longgen.errors import CheckpointError, LongGenError, OutputError, UsageError
 from longgen.names import checkpoint_name
 from longgen.progress import PrefillProgress
 from longgen.requests import Request
@@ -17,7 +18,7 @@ from longgen.sampling import Sampler, SamplingSettings, record_seed
 
 if TYPE_CHECKING:
     from longgen.engine import Engine, EngineOptions
-    from longgen.model.tokenizer import TextTokenizer
+    from longgen.model.tokenizer import DecodeStream, TextTokenizer
 
 _SLOT = 0
 
@@ -53,32 +54,52 @@ def run(model: str, requests: Sequence[Request], settings: Settings, out: Binary
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.
     """
+    from longgen.model.quiet import quiet_transformers
+
+    with quiet_transformers():
+        return _run(model, requests, settings, out, err)
+
+
+def _run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
     from longgen.engine import Engine
     from longgen.model.checkpoint import read_config, resolve_checkpoint
-    from longgen.model.provider import max_position
+    from longgen.model.recurrence import slow_recurrence_note
+    from longgen.model.rope import trained_window
+    from longgen.model.shards import check_shards
     from longgen.model.tokenizer import TextTokenizer, generation_settings
-    from longgen.model.weights import check_weights
 
+    engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
     folder = resolve_checkpoint(checkpoint_name(model))
     config = read_config(folder)
-    check_weights(folder, config)
+    check_shards(folder)
     sampling = sampling_settings(settings, generation_settings(folder))
     tokenizer = TextTokenizer.load(folder)
-    chat = choose_chat(settings.chat, tokenizer.has_chat_template)
-    print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
+    chat = tokenizer.has_chat_template if settings.chat is None else settings.chat
     jobs = [Job(request, tuple(tokenizer.encode(request.text, chat))) for request in requests]
-    cap = max_position(config) if settings.max_len is None else settings.max_len
-    check_lengths(jobs, cap, trained=settings.max_len is None)
-    engine = Engine.load(folder, planned_options(model, config, jobs, settings, cap, err))
     options = RunOptions(
-        cap=cap,
+        cap=settings.max_len or trained_window(config),
         max_new_tokens=settings.max_new_tokens,
         stop_ids=tokenizer.eos_ids(folder),
         sampling=sampling,
         seed=settings.seed,
         progress=err.isatty() if settings.progress is None else settings.progress,
     )
+    check_lengths(jobs, options.cap, trained=settings.max_len is None)
+    check_vocabulary(jobs, config.vocab_size)
+    print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
+    engine = Engine.load(folder, planned_options(model, config, jobs, settings, options.cap, err))
+    if note := slow_recurrence_note(config, engine.provider.device):
+        print(f"longgen: note: {note}", file=err)
     return run_jobs(engine, tokenizer, jobs, options, out, err)
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """How the engine is built as far as the settings say."""
+    from longgen.engine import EngineOptions
+
+    return EngineOptions(
+        device=settings.device, dtype=settings.dtype, block_size=settings.block_size, chunk_size=settings.chunk_size
+    )
 
 
 def planned_options(
@@ -88,14 +109,11 @@ def planned_options(
 
     Raises CapacityError if it does not fit.
     """
-    from longgen.engine import EngineOptions
     from longgen.kv.plan import Planner, PlanOptions
     from longgen.model.shape import model_shape
     from longgen.planning import Limits, hold_to, run_machine, summary
 
-    options = EngineOptions(
-        device=settings.device, dtype=settings.dtype, block_size=settings.block_size, chunk_size=settings.chunk_size
-    )
+    options = engine_options(settings)
     device = options.torch_device()
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
@@ -116,13 +134,6 @@ def planned_options(
     )
 
 
-def choose_chat(asked: bool | None, has_template: bool) -> bool:
-    """Whether prompts go through the chat template. Raises UsageError if it is asked for and there is none."""
-    if asked and not has_template:
-        raise UsageError("the checkpoint has no chat template; give --raw to take the prompt as it is")
-    return has_template if asked is None else asked
-
-
 def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:
     """Raise UsageError if a prompt leaves no room for one token under `cap`, the trained window or the user's own."""
     for job in jobs:
@@ -141,6 +152,16 @@ def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:
             )
 
 
+def check_vocabulary(jobs: Sequence[Job], vocab_size: int) -> None:
+    """Raise CheckpointError if the tokenizer gave a prompt a token that the model has no embedding for."""
+    for job in jobs:
+        if (largest := max(job.prompt)) >= vocab_size:
+            raise CheckpointError(
+                f"the tokenizer is not this model's: the prompt {job.request.source} has a token with the id "
+                f"{largest:,}, and the model has {vocab_size:,} of them"
+            )
+
+
 def run_jobs(
     engine: Engine,
     tokenizer: TextTokenizer,
@@ -152,12 +173,14 @@ def run_jobs(
     """Run the jobs in order. A LongGenError of one is reported to `err` and ends that job only.
 
     Returns the exit code: 0, or that of the first job that failed. Any other exception, such as KeyboardInterrupt, or
-    BrokenPipeError when nobody reads `out` any more, ends the run after the reset.
+    BrokenPipeError when nobody reads `out` any more, ends the run after the reset; so does an OutputError.
     """
     code = 0
     for job in jobs:
         try:
             _run_job(engine, tokenizer, job, options, out, err)
+        except OutputError:
+            raise
         except LongGenError as error:
             print(f"longgen: error: {job.request.source}: {error}", file=err)
             code = code or error.exit_code
@@ -172,7 +195,6 @@ def _run_job(
     """Stream one job's text to `out`, exactly as generated and with one newline after it, and its figures to `err`."""
     count = len(job.prompt)
     sampler = Sampler(options.sampling, record_seed(options.seed, job.request.id))
-    decoder = tokenizer.decode_stream()
     started = time.monotonic()
     with PrefillProgress(count, shown=options.progress, stream=err) as bar:
         generation = engine.generate(
@@ -186,12 +208,7 @@ def _run_job(
         tokens = iter(generation)
         token = next(tokens, None)
     prefilled = time.monotonic()
-    generated = 0
-    while token is not None:
-        generated += 1
-        _write(out, decoder.push(token))
-        token = next(tokens, None)
-    _write(out, decoder.flush() + "\n")
+    generated = _stream(tokens if token is None else chain((token,), tokens), tokenizer.decode_stream(), out)
     ended = time.monotonic()
     prefill_rate = count / max(prefilled - started, 1e-9)
     rates = f"prefill {prefill_rate:,.0f} tok/s"
@@ -204,7 +221,34 @@ def _run_job(
     )
 
 
+def _stream(tokens: Iterable[int], decoder: DecodeStream, out: BinaryIO) -> int:
+    """Write the tokens' text as they come, and a newline after it; returns how many there were.
+
+    If the request fails after some text, the newline ends that text too: the next one starts on a line of its own.
+    """
+    generated = 0
+    written = False
+    try:
+        for token in tokens:
+            generated += 1
+            text = decoder.push(token)
+            _write(out, text)
+            written = written or bool(text)
+    except LongGenError:
+        if written:
+            _write(out, "\n")
+        raise
+    _write(out, decoder.flush() + "\n")
+    return generated
+
+
 def _write(out: BinaryIO, text: str) -> None:
-    if text:
+    if not text:
+        return
+    try:
         out.write(text.encode("utf-8"))
         out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error) from error

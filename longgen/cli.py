@@ -13,7 +13,7 @@ import typer
 
 import longgen
 from longgen.config import load_settings, parse_length
-from longgen.errors import LongGenError
+from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.requests import read_requests
 
 EXIT_INTERRUPTED = 130
@@ -81,26 +81,26 @@ def run(
         str | None, typer.Option(metavar="LENGTH", help="Tokens prefilled in one pass, a multiple of the block.")
     ] = None,
     resident_blocks: Annotated[
-        int | None, typer.Option(metavar="N", help="Blocks of each layer kept on the device. Default: what fits.")
+        str | None, typer.Option(metavar="N", help="Blocks of each layer kept on the device. Default: what fits.")
     ] = None,
     gpu_memory: GpuMemory = None,
     cpu_memory: CpuMemory = None,
     config: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Settings file; flags come before it. See configs/default.yaml.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Start of the random numbers. Default: 0.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Start of the random numbers. Default: 0.")] = None,
     sampling: Annotated[
         str | None,
         typer.Option(metavar="greedy|checkpoint", help="Most likely token, or the checkpoint's generation settings."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="X", help="Above 0 samples; 0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="N", help="Sample among the N most likely; 0 is all.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="X", help="Sample among those that reach X together.")] = None,
+    temperature: Annotated[str | None, typer.Option(metavar="X", help="Above 0 samples; 0 is greedy.")] = None,
+    top_k: Annotated[str | None, typer.Option(metavar="N", help="Sample among the N most likely; 0 is all.")] = None,
+    top_p: Annotated[str | None, typer.Option(metavar="X", help="Sample among those that reach X together.")] = None,
     min_p: Annotated[
-        float | None, typer.Option(metavar="X", help="Sample among those at least X as likely as the first.")
+        str | None, typer.Option(metavar="X", help="Sample among those at least X as likely as the first.")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(metavar="X", help="Make tokens seen before less likely; 1 is off.")
+        str | None, typer.Option(metavar="X", help="Make tokens seen before less likely; 1 is off.")
     ] = None,
     progress: Annotated[bool | None, typer.Option(help="Draw a bar during prefill. Default: on a terminal.")] = None,
 ) -> None:
@@ -108,7 +108,7 @@ def run(
     flags = {name: value for name, value in locals().items() if name not in ("model", "prompt", "config")}
     with _stopping():
         settings = load_settings(config, flags)
-        requests = read_requests(prompt, sys.stdin.buffer)
+        requests = read_requests(prompt, sys.stdin.buffer if sys.stdin else None)
 
         from longgen import batch
 
@@ -144,7 +144,7 @@ def plan(
         str | None, typer.Option(metavar="LENGTH", help="Tokens in a block of the KV cache. Default: 1024.")
     ] = None,
     chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
-    resident_blocks: Annotated[int | None, typer.Option(metavar="N", help="Default: what fits.")] = None,
+    resident_blocks: Annotated[str | None, typer.Option(metavar="N", help="Default: what fits.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a request needs and how long it will take, without weights and without a GPU."""
@@ -183,19 +183,39 @@ def _stopping() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (None: the program's own arguments). Returns the exit code; README.md lists them."""
+    # A stream that is closed when Python starts is None.
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  as long as the program
+    if sys.stdout is None:
+        return _fail("standard output is closed", UsageError.exit_code)
+    return _flush(_call(arguments))
+
+
+def _call(arguments: Sequence[str] | None) -> int:
     try:
         app(args=arguments, prog_name="longgen")
     except LongGenError as error:
-        print(f"longgen: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
+    except OSError as error:  # of the text that --help writes
+        return _fail(str(error), LongGenError.exit_code)
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    else:
-        code = 0
+        return error.code if isinstance(error.code, int) else 1
+    return 0
+
+
+def _flush(code: int) -> int:
+    """What a run with this exit code ends with once standard output has taken what is left."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads any more: let Python's own flush at exit go nowhere instead of complaining.
+    except OSError as error:
+        # Let Python's own flush at exit go nowhere instead of complaining.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        if isinstance(error, BrokenPipeError):
+            return EXIT_BROKEN_PIPE
+        return code or _fail(str(OutputError(error)), OutputError.exit_code)
+    return code
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"longgen: error: {message}", file=sys.stderr)
     return code

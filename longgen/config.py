@@ -1,7 +1,7 @@
 """Settings of a run: built-in defaults, overridden by a YAML file, overridden by flags.
 
-Every value, wherever it comes from, passes through the same parser, so that `max_len: 4M` in a file and `--max-len 4M`
-mean the same and are refused alike. Nothing here loads torch.
+Every value, wherever it comes from, is taken as the text that was written and passes through the same parser, so that
+`max_len: 4M` in a file and `--max-len 4M` mean the same and are refused alike. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from longgen.sampling import SamplingSettings
 
 _UNITS = MappingProxyType({"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2})
-_WHOLE = re.compile(r"([1-9][0-9]{0,17})([kKmM]?)")
+_LENGTH = re.compile(r"([1-9][0-9]{0,17})([kKmM]?)")
 _DECIMAL = re.compile(r"((?:0|[1-9][0-9]{0,17})\.[0-9]{1,18})([km])")
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_NULL = "tag:yaml.org,2002:null"
 _LENGTH_HELP = (
     "write a whole number of tokens above 0, such as 4096, 4k (4,000), 4K (4,096), 25.6k, 2m or 4M (4,194,304)"
 )
@@ -50,8 +54,6 @@ class Settings:
     sampling: "greedy", or "checkpoint" for the settings in the checkpoint's generation_config.json.
     temperature, top_k, top_p, min_p, repetition_penalty: see longgen.sampling; None leaves it to `sampling`.
     progress: whether to draw a bar during prefill; None draws it on a terminal.
-
-    Raises UsageError for a chunk that is not a multiple of the block.
     """
 
     max_len: int | None = None
@@ -73,25 +75,21 @@ class Settings:
     repetition_penalty: float | None = None
     progress: bool | None = None
 
-    def __post_init__(self) -> None:
-        if self.chunk_size is not None and self.chunk_size % self.block_size:
-            raise UsageError(
-                f"chunk_size is {self.chunk_size:,} tokens; it must be a multiple of block_size, {self.block_size:,}"
-            )
 
-
-def load_settings(config: Path | None, flags: Mapping[str, object]) -> Settings:
+def load_settings(config: Path | None, flags: Mapping[str, str | bool | None]) -> Settings:
     """Settings from the defaults, the YAML file `config` (None: no file) and flags (a value of None: not given).
 
     Raises UsageError for a file that cannot be read, an unknown name or a value that is not allowed.
     """
     values: dict[str, Any] = {}
     if config is not None:
-        for name, value in _read_yaml(config).items():
-            values[name] = _parse(name, value, f"{config}: ")
+        for name, text in _read_yaml(config):
+            if name in values:
+                raise UsageError(f"the configuration {config} sets {name} more than once")
+            values[name] = _parse(name, text, f"{config}: ")
     for name, value in flags.items():
         if value is not None:
-            values[name] = _parse(name, value, "")
+            values[name] = _parse(name, str(value).lower() if isinstance(value, bool) else value, "")
     return Settings(**values)
 
 
@@ -106,8 +104,9 @@ def sampling_settings(settings: Settings, checkpoint: Mapping[str, Any]) -> Samp
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     values: dict[str, Any] = {}
     if settings.sampling == "checkpoint":
-        values = {name: checkpoint[name] for name in names if checkpoint.get(name) is not None}
-        values["temperature"] = values.get("temperature", 1.0) if checkpoint.get("do_sample") else 0.0
+        values = {name: _checkpoint_value(name, checkpoint[name]) for name in names if checkpoint.get(name) is not None}
+        samples = _checkpoint_value("do_sample", checkpoint.get("do_sample") or False)
+        values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
     given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
     chosen = SamplingSettings(**{**values, **given})
     idle = [name for name in ("top_k", "top_p", "min_p") if name in given]
@@ -116,111 +115,134 @@ def sampling_settings(settings: Settings, checkpoint: Mapping[str, Any]) -> Samp
     return chosen
 
 
-def parse_length(value: object) -> int:
-    """Tokens from 4096, "4096", "4k" (4,000), "4K" (4,096), "25.6k", "4m" or "4M" (4,194,304).
+def _checkpoint_value(name: str, value: Any) -> Any:
+    """A value of generation_config.json, which may be of any type; SamplingSettings checks its range."""
+    if name == "do_sample":
+        allowed = isinstance(value, bool)
+    elif isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
+        allowed = False
+    else:
+        allowed = abs(value) <= sys.float_info.max
+    if allowed:
+        return value
+    raise UsageError(f"{name} is {repr(value)[:80]} in the checkpoint's generation_config.json, which is not allowed")
+
+
+def parse_length(text: str) -> int:
+    """Tokens from "4096", "4k" (4,000), "4K" (4,096), "25.6k", "4m" or "4M" (4,194,304).
 
     A decimal goes with k and m only, and must come out whole. Raises UsageError for anything else.
     """
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if isinstance(text, str):
-        if match := _WHOLE.fullmatch(text):
-            return int(match[1]) * _UNITS[match[2]]
-        if match := _DECIMAL.fullmatch(text):
-            tokens = Decimal(match[1]) * _UNITS[match[2]]
-            if tokens > 0 and tokens == int(tokens):
-                return int(tokens)
-    raise UsageError(f"{value!r} is not a length; {_LENGTH_HELP}")
+    if match := _LENGTH.fullmatch(text):
+        return int(match[1]) * _UNITS[match[2]]
+    if match := _DECIMAL.fullmatch(text):
+        tokens = Decimal(match[1]) * _UNITS[match[2]]
+        if tokens > 0 and tokens == int(tokens):
+            return int(tokens)
+    raise UsageError(f"{text!r} is not a length; {_LENGTH_HELP}")
 
 
-def _whole(least: int, most: int = 2**63 - 1) -> Callable[[object], int]:
-    def parse(value: object) -> int:
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
-            return value
-        raise UsageError(f"{value!r} is not allowed; it must be a whole number, {least} or more")
-
-    return parse
+def _whole(text: str) -> int:
+    if _WHOLE.fullmatch(text) and int(text) < 2**63:
+        return int(text)
+    raise UsageError(f"{text!r} is not allowed; it must be a whole number, 0 or more")
 
 
-def _number(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    raise UsageError(f"{value!r} is not a number")
+def _number(text: str) -> float:
+    if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
+        return float(text)
+    raise UsageError(f"{text!r} is not a number")
 
 
-def _switch(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise UsageError(f"{value!r} is not allowed; it must be true or false")
+def _switch(text: str) -> bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    raise UsageError(f"{text!r} is not allowed; it must be true or false")
 
 
-def _word(*words: str, pattern: str = "", hint: str = "") -> Callable[[object], str]:
-    def parse(value: object) -> str:
-        if isinstance(value, str) and (value in words or (pattern and re.fullmatch(pattern, value))):
-            return value
-        raise UsageError(f"{value!r} is not allowed; it must be one of {', '.join(words)}{hint}")
+def _word(*words: str, pattern: str = "", hint: str = "") -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text in words or (pattern and re.fullmatch(pattern, text)):
+            return text
+        raise UsageError(f"{text!r} is not allowed; it must be one of {', '.join(words)}{hint}")
 
     return parse
 
 
-def _or_none(parse: Callable[[object], Any]) -> Callable[[object], Any]:
-    return lambda value: None if value is None else parse(value)
-
-
-_PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
+_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     {
-        "max_len": _or_none(parse_length),
+        "max_len": parse_length,
         "max_new_tokens": parse_length,
-        "chat": _or_none(_switch),
+        "chat": _switch,
         "device": _word("auto", "cpu", "cuda", pattern="cuda:[0-9]{1,3}", hint=", cuda:N"),
         "dtype": _word("auto", "bfloat16", "float16", "float32"),
         "block_size": parse_length,
-        "chunk_size": _or_none(parse_length),
-        "resident_blocks": _or_none(_whole(0)),
-        "gpu_memory": _or_none(parse_bytes_or_fraction),
-        "cpu_memory": _or_none(parse_bytes),
-        "seed": _whole(0),
+        "chunk_size": parse_length,
+        "resident_blocks": _whole,
+        "gpu_memory": parse_bytes_or_fraction,
+        "cpu_memory": parse_bytes,
+        "seed": _whole,
         "sampling": _word("greedy", "checkpoint"),
-        "temperature": _or_none(_number),
-        "top_k": _or_none(_whole(0)),
-        "top_p": _or_none(_number),
-        "min_p": _or_none(_number),
-        "repetition_penalty": _or_none(_number),
-        "progress": _or_none(_switch),
+        "temperature": _number,
+        "top_k": _whole,
+        "top_p": _number,
+        "min_p": _number,
+        "repetition_penalty": _number,
+        "progress": _switch,
     }
 )
 
 
-def _parse(name: str, value: object, source: str) -> Any:
-    """One setting's value; `source` begins the message of the UsageError that a wrong name or value raises."""
-    if name not in _PARSERS:
-        known = [field.name for field in fields(Settings)]
-        nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+def _parse(name: str, text: str | None, source: str) -> Any:
+    """One setting's value, from its text or from a file's null, which is a value where the default is None.
+
+    `source` begins the message of the UsageError that a wrong name or value raises.
+    """
+    defaults = {field.name: field.default for field in fields(Settings)}
+    if name not in defaults:
+        nearest = difflib.get_close_matches(name, defaults, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(defaults)}"
         raise UsageError(f"{source}there is no setting {name!r}; {hint}")
+    if text is None and defaults[name] is None:
+        return None
     try:
-        return _PARSERS[name](value)
+        return _PARSERS[name]("null" if text is None else text)
     except UsageError as error:
         raise UsageError(f"{source}{name}: {error}") from None
 
 
-def _read_yaml(path: Path) -> Mapping[Any, Any]:
+def _read_yaml(path: Path) -> Iterator[tuple[str, str | None]]:
+    """The names of a YAML file and the text written for each, None for null.
+
+    Texts, because what YAML makes of them is not what the flags mean: it takes 010 for 8 and 1e-1 for a word.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
-        loaded, tree = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"the configuration {path} is not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise UsageError(f"the configuration {path} is nested too deep; it must hold lines of 'name: value'") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        raise UsageError(f"the configuration {path} is not YAML{where}: {getattr(error, 'problem', error)}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise UsageError(f"the configuration {path} must hold lines of 'name: value', not a {type(loaded).__name__}")
-    # The loader keeps the last of two equal names without a word.
-    names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"the configuration {path} sets {repeated[0]} more than once")
-    return loaded
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise UsageError(f"the configuration {path} is not YAML{where}: {problem}") from None
+    if tree is None or tree.tag == _NULL:
+        return
+    if not isinstance(tree, yaml.MappingNode):
+        raise UsageError(f"the configuration {path} must hold lines of 'name: value', not a {_kind(tree)}")
+    for key, value in tree.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise UsageError(
+                f"the configuration {path} has a {_kind(key)} for a name at line {key.start_mark.line + 1}"
+            )
+        if not isinstance(value, yaml.ScalarNode):
+            raise UsageError(f"{path}: {key.value}: a {_kind(value)} is not allowed; give one value")
+        yield key.value, None if value.tag == _NULL else value.value
+
+
+def _kind(node: yaml.Node) -> str:
+    """What YAML calls a node: scalar, sequence or mapping."""
+    return type(node).__name__.removesuffix("Node").lower()

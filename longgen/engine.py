@@ -17,7 +17,7 @@ from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.sampling import Sampler
-from longgen.sparse.base import SparsePolicy
+from longgen.sparse.base import Phase, SparsePolicy
 
 DEFAULT_CHUNK_TOKENS = 4096
 
@@ -80,13 +80,12 @@ class EngineOptions:
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        kind, _, number = name.partition(":")
+        if name != "cpu" and (kind != "cuda" or not (name == "cuda" or number.isdecimal())):
+            raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
+        if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
             raise UsageError(f"device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-        return device
+        return torch.device(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,8 @@ class Engine:
         """
         device = options.torch_device()
         options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
-        dtype = read_config(folder).dtype if options.dtype == "auto" else options.torch_dtype()
+        # A config that names no dtype means PyTorch's default, as it does to transformers.
+        dtype = (read_config(folder).dtype or torch.float32) if options.dtype == "auto" else options.torch_dtype()
         return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
 
     @classmethod
@@ -183,7 +183,7 @@ class Engine:
         transfer = self.store.transfer
         running: Event = None
         for start in range(0, len(ids), self.chunk_tokens):
-            logits = self._run([slot_id], ids[None, start : start + self.chunk_tokens])
+            logits = self._run([slot_id], ids[None, start : start + self.chunk_tokens], Phase.PREFILL)
             # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
             transfer.settle(running)
             running = transfer.record(Queue.COMPUTE)
@@ -198,7 +198,7 @@ class Engine:
         """Appends one token to a slot that holds some; returns the logits after it, float32 [vocab]."""
         if self.store.length(slot_id) == 0:
             raise SlotError(f"decode in slot {slot_id} before prefill: it holds no tokens")
-        return self._run([slot_id], torch.tensor([[token]]))[0]
+        return self._run([slot_id], torch.tensor([[token]]), Phase.DECODE)[0]
 
     def snapshot(self, slot_id: int = 0) -> Snapshot:
         """Marks where a slot is, for `restore`."""
@@ -229,10 +229,10 @@ class Engine:
         for slot_id in range(len(self.store.slots)):
             self.reset(slot_id)
 
-    def _run(self, slot_ids: list[int], ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, slot_ids: list[int], ids: torch.Tensor, phase: Phase) -> torch.Tensor:
         """One pass of ids [B, n] over the slots; returns the logits of each one's last token, float32 [B, vocab]."""
         count = ids.shape[1]
-        with self.store.begin([(slot_id, count) for slot_id in slot_ids]) as pass_:
+        with self.store.begin([(slot_id, count) for slot_id in slot_ids], phase) as pass_:
             upload = self.store.transfer.upload
             positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
             logits = self.provider.forward(pass_, upload(ids), upload(positions))

@@ -21,6 +21,13 @@ class CheckpointError(LongGenError):
     exit_code = 2
 
 
+class OutputError(LongGenError):
+    """Standard output cannot be written, for the reason of an OSError: nothing that is still to come can be either."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"standard output cannot be written: {error.strerror or error}")
+
+
 class CapacityError(LongGenError):
     """More tokens or memory asked for than was planned or than there is."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -54,7 +55,7 @@ def find_known(name: str) -> KnownModel | None:
 
 def checkpoint_name(name: str) -> str:
     """The hub id that a short name stands for; what exists as a path, and any other name, as it is."""
-    if Path(name).expanduser().exists() or "/" in name:
+    if "/" in name or os.path.exists(name):
         return name
     known = find_known(name)
     return known.hub if known else name

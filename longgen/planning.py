@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,10 +51,10 @@ def find_shape(model: str, dtype: str | None = None) -> ModelShape:
 
     dtype: of the weights as loaded; None: the checkpoint's own. Raises UsageError or CheckpointError.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.suffix in (".yaml", ".yml"):
         return read_shape(path, dtype)
-    known = None if path.exists() else find_known(model)
+    known = None if os.path.exists(path) else find_known(model)
     if known is not None:
         return replace(known.shape, dtype=dtype) if dtype else known.shape
     from longgen.model.checkpoint import read_config, resolve_config

@@ -24,8 +24,8 @@ class Request:
     text: str
 
 
-def read_requests(sources: Sequence[str], stdin: BinaryIO) -> list[Request]:
-    """One request per source, in order. A source is the path of a UTF-8 text file, or "-" for `stdin`.
+def read_requests(sources: Sequence[str], stdin: BinaryIO | None) -> list[Request]:
+    """One request per source, in order. A source is the path of a UTF-8 text file, or "-" for `stdin` (None: closed).
 
     Raises UsageError naming the source if it cannot be read, is empty or is not UTF-8, and if "-" is given twice.
     """
@@ -34,15 +34,14 @@ def read_requests(sources: Sequence[str], stdin: BinaryIO) -> list[Request]:
     return [_read(source, stdin) for source in sources]
 
 
-def _read(source: str, stdin: BinaryIO) -> Request:
-    if source == "-":
-        name, shown, data = "stdin", "standard input", stdin.read()
-    else:
-        name, shown = Path(source).name, source
-        try:
-            data = Path(source).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            raise UsageError(f"the prompt {source} cannot be read: {getattr(error, 'strerror', error)}") from None
+def _read(source: str, stdin: BinaryIO | None) -> Request:
+    name, shown = ("stdin", "standard input") if source == "-" else (Path(source).name, source)
+    try:
+        data = Path(source).read_bytes() if source != "-" else stdin.read() if stdin else None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise UsageError(f"the prompt {shown} cannot be read: {getattr(error, 'strerror', error)}") from None
+    if data is None:
+        raise UsageError("the prompt - cannot be read: standard input is closed")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

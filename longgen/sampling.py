@@ -71,13 +71,14 @@ class Sampler:
     def sample(self, logits: Tensor) -> int:
         """Choose a token id from logits[vocab] (float32, any device) and observe it. The logits are left unchanged.
 
-        Raises LongGenError if the logits hold NaN or infinity, so that broken numbers never become text.
+        Raises LongGenError if the logits hold NaN or infinity, or do so after the settings have changed them, so that
+        broken numbers never become text.
         """
         logits = logits.detach().to(device="cpu", dtype=torch.float32)
-        peak = float(logits.max())
-        if not math.isfinite(peak):
-            raise LongGenError(f"the model's logits are not finite: the largest of {logits.numel()} is {peak}")
+        _require_finite(logits, "the model's logits are not finite")
+        penalty = self.settings.repetition_penalty
         logits = self._penalise(logits)
+        _require_finite(logits, f"logits are not finite after repetition_penalty {penalty}; give one nearer to 1")
         if self.settings.greedy:
             token = int(logits.argmax())
         else:
@@ -108,8 +109,10 @@ def distribution(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Te
 
     logits: [vocab] float32 on the CPU, repetition penalty already applied; settings.temperature above 0.
     Returns (ids[m] int64, probabilities[m] float32 that add up to 1). Never empty.
+    Raises LongGenError if the temperature makes them infinite.
     """
     scores = logits / settings.temperature
+    _require_finite(scores, f"logits are not finite after temperature {settings.temperature}; give one nearer to 1")
     ids = torch.arange(scores.numel())
     if 0 < settings.top_k < scores.numel():
         # The tokens left are few: what follows sorts them, not the vocabulary.
@@ -126,6 +129,13 @@ def record_seed(seed: int, record_id: str) -> int:
     """The seed of one request: the same on every machine and whatever else is in the batch. 0 <= result < 2**63."""
     digest = hashlib.sha256(f"{seed}:{record_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _require_finite(logits: Tensor, fault: str) -> None:
+    """Raise LongGenError if no softmax of logits[vocab] exists. Tokens that are ruled out may be at minus infinity."""
+    peak = float(logits.max())
+    if not math.isfinite(peak):
+        raise LongGenError(f"{fault} (the largest of {logits.numel():,} is {peak})")
 
 
 def _within_top_p(scores: Tensor, top_p: float) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from longgen.kv.layout import AttentionLayer
-from longgen.model.states import Participant
+from longgen.kv.passes import Participant
 
 KV = tuple[torch.Tensor, torch.Tensor]  # each [Hkv, tokens, D]
 

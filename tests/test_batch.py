@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from longgen import batch
-from longgen.errors import CapacityError, UsageError
+from longgen.errors import CapacityError, CheckpointError, OutputError, UsageError
 from longgen.requests import Request
 from longgen.sampling import SamplingSettings
 
@@ -161,13 +162,24 @@ def test_a_prompt_of_no_tokens_is_refused() -> None:
         batch.check_lengths([_job("")], 1024, trained=True)
 
 
-@pytest.mark.parametrize(
-    ("asked", "has_template", "chat"), [(None, True, True), (None, False, False), (False, True, False)]
-)
-def test_chat_is_the_default_where_there_is_a_template(asked: bool | None, has_template: bool, chat: bool) -> None:
-    assert batch.choose_chat(asked, has_template) is chat
+def test_a_token_that_the_model_has_no_embedding_for_is_refused() -> None:
+    batch.check_vocabulary([_job("ab")], 99)
+    with pytest.raises(CheckpointError, match=r"b\.txt has a token with the id 99, and the model has 99 of them"):
+        batch.check_vocabulary([_job("ab"), _job("abc", "b.txt")], 99)
 
 
-def test_chat_without_a_template_is_refused() -> None:
-    with pytest.raises(UsageError, match="no chat template; give --raw"):
-        batch.choose_chat(True, False)
+def test_the_text_of_a_request_that_fails_midway_is_ended_by_a_newline() -> None:
+    engine = FakeEngine({ord("x"): CapacityError("no room"), ord("y"): CapacityError("no room")})
+    code, out, _ = _run(engine, [_job("xbd"), _job("y"), _job("d")], _options(max_new_tokens=2))
+    assert (code, out) == (1, b"xb\nd\n")
+
+
+def test_an_output_that_takes_no_more_ends_the_run_and_resets() -> None:
+    class Full(io.BytesIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = FakeEngine()
+    with pytest.raises(OutputError, match="standard output cannot be written: No space left on device"):
+        _run(engine, [_job("b"), _job("d")], _options(), Full())
+    assert [call[0] for call in engine.calls] == ["generate", "reset"]

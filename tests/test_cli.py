@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,13 +191,18 @@ def _no_module(*_: object, **__: object) -> None:
         (("--max-len=-1",), "longgen: error: max_len: '-1' is not a length"),
         (("--max-len", ""), "longgen: error: max_len: '' is not a length"),
         (("--max-new-tokens", "4MB"), "longgen: error: max_new_tokens: '4MB' is not a length"),
-        (("--chunk-size", "24"), "longgen: error: chunk_size is 24 tokens; it must be a multiple of block_size, 16"),
+        (("--chunk-size", "24"), "is not a multiple of the block size 16"),
         (("--device", "gpu"), "longgen: error: device: 'gpu' is not allowed"),
         (("--dtype", "int8"), "longgen: error: dtype: 'int8' is not allowed"),
-        (("--temperature", "nan"), "longgen: error: temperature: nan is not a number"),
+        (("--temperature", "nan"), "longgen: error: temperature: 'nan' is not a number"),
         (("--temperature=-1",), "longgen: error: temperature is -1.0; it must be 0 or more"),
         (("--top-p", "0.9"), "longgen: error: top_p has no effect on greedy decoding"),
-        (("--seed=-1",), "longgen: error: seed: -1 is not allowed"),
+        (("--temperature", "1_0"), "longgen: error: temperature: '1_0' is not a number"),
+        (("--seed=-1",), "longgen: error: seed: '-1' is not allowed"),
+        (("--top-k", "1_6"), "longgen: error: top_k: '1_6' is not allowed"),
+        (("--model", ""), "longgen: error: the model's name is empty"),
+        (("--model", "~nosuchuser/x"), "longgen: error: there is no folder ~nosuchuser/x"),
+        (("--model", "x" * 300), "is neither a folder here nor a valid hub id"),
         (("--config", "nowhere.yaml"), "longgen: error: the configuration nowhere.yaml cannot be read"),
         (("--prompt", "nowhere.txt"), "longgen: error: the prompt nowhere.txt cannot be read"),
         (("--no-such-flag",), "--no-such-flag"),
@@ -210,6 +216,171 @@ def test_usage_errors_exit_2_and_leave_standard_output_empty(
     assert captured.out == ""
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def _without(descriptors: str, *arguments: str) -> tuple[int, bytes, str]:
+    """Exit code, standard output and error of the program, its `descriptors` (such as "<&-") as the shell sets them."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONUNBUFFERED", None)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {descriptors}', "sh", sys.executable, "-m", "longgen", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=environment,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+def test_closed_standard_input_and_error_leave_the_text_of_a_file_prompt_alone(
+    checkpoint: Path, prompt: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    command = _command(checkpoint, prompt, "--max-new-tokens", "4")
+    assert main(command) == 0
+    assert _without("<&- 2>&-", *command) == (0, capsysbinary.readouterr().out, "")
+    refused = _without("<&-", *_command(checkpoint, "-"))
+    assert refused == (2, b"", "longgen: error: the prompt - cannot be read: standard input is closed\n")
+
+
+def test_a_closed_standard_output_is_refused(checkpoint: Path, prompt: Path) -> None:
+    for arguments in (["--version"], _command(checkpoint, prompt)):
+        assert _without(">&-", *arguments) == (2, b"", "longgen: error: standard output is closed\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_standard_output_is_one_line_and_exit_code_1(checkpoint: Path, prompt: Path) -> None:
+    full = "longgen: error: standard output cannot be written: No space left on device"
+    for arguments in (["--version"], ["run", "--help"], _command(checkpoint, prompt, "--prompt", str(prompt))):
+        code, _, err = _without(">/dev/full", *arguments)
+        assert code == 1
+        assert err.splitlines()[-1] in (full, "longgen: error: [Errno 28] No space left on device")
+        assert err.count("error") == 1
+        assert "Traceback" not in err
+
+
+def test_settings_that_leave_no_distribution_are_one_line_while_running(
+    checkpoint: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in (("--temperature", "1e-40"), ("--temperature", "1", "--repetition-penalty", "1e-45")):
+        assert main(_command(checkpoint, prompt, *flags)) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.splitlines()[-1].startswith(f"longgen: error: {prompt}: logits are not finite after ")
+
+
+def _damaged(checkpoint: Path, folder: Path, file: str, text: str) -> Path:
+    copied = shutil.copytree(checkpoint, folder)
+    (copied / file).write_text(text)
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "flags", "message"),
+    [
+        ("config.json", "[" * 100_000, (), "nested too deep"),
+        ("generation_config.json", '{"eos_token_id": [[1]]}', (), "eos_token_id is [[1]]"),
+        ("generation_config.json", '{"eos_token_id": "<|im_end|>"}', (), "eos_token_id is '<|im_end|>'"),
+        ("generation_config.json", '{"temperature": "hot"}', ("--sampling", "checkpoint"), "temperature is 'hot'"),
+        ("generation_config.json", "[" * 100_000, (), "nested too deep"),
+        ("chat_template.jinja", "{% if %}", (), "the chat template of the checkpoint fails"),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", (), "the chat template of the checkpoint fails: no;"),
+        ("chat_template.jinja", "", ("--chat",), "the checkpoint has no chat template; run with --raw"),
+    ],
+)
+def test_what_is_wrong_with_a_checkpoints_files_is_one_line_before_the_weights_are_loaded(
+    checkpoint: Path,
+    prompt: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    text: str,
+    flags: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__init__", _no_module)
+    assert main(_command(_damaged(checkpoint, tmp_path / "copy", file, text), prompt, *flags)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("longgen: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused_before_the_weights_are_loaded(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__init__", _no_module)
+    config = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 30}
+    copied = _damaged(checkpoint, tmp_path / "copy", "config.json", json.dumps(config))
+    assert main(_command(copied, prompt)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("longgen: error: the tokenizer is not this model's: ")
+    assert captured.err.endswith(", and the model has 30 of them\n")
+
+
+def test_without_a_chat_template_the_prompt_is_taken_as_it_is(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    assert main(_command(bare, prompt, "--max-new-tokens", "2")) == 0
+    assert capsys.readouterr().err.startswith("longgen: raw prompt, no chat template\n")
+
+
+def test_the_stop_ids_of_the_config_end_a_text_without_a_generation_config(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = AutoTokenizer.from_pretrained(checkpoint)(TEXT, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    first = int(model(ids).logits[0, -1].argmax())
+    config = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": [299, first]}
+    copied = _damaged(checkpoint, tmp_path / "copy", "config.json", json.dumps(config))
+    (copied / "generation_config.json").unlink()
+    assert main(_command(copied, prompt, "--raw")) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n"
+    assert " 0 generated (stop)" in captured.err
+
+
+def test_a_local_folder_needs_no_network(checkpoint: Path, prompt: Path) -> None:
+    program = (
+        "import socket, sys\n"
+        "def refuse(*_, **__): raise SystemExit('touched the network')\n"
+        "socket.getaddrinfo = socket.socket.connect = socket.socket.connect_ex = refuse\n"
+        "from longgen.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")}
+    command = [sys.executable, "-c", program, *_command(checkpoint, prompt, "--max-new-tokens", "2")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+FAKE_KERNEL = """
+__version__ = "0.9.0"
+def chunk_gated_delta_rule(q, k, v, g, beta, **_):
+    raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+fused_recurrent_gated_delta_rule = causal_conv1d_fn = causal_conv1d_update = chunk_gated_delta_rule
+"""
+
+
+def test_a_hybrid_runs_on_the_cpu_beside_kernels_for_a_gpu_and_transformers_is_quiet(
+    prompt: Path, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path / "hybrid", "qwen3_5")
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["rope_parameters"]["unheard_of"] = 1  # which transformers warns of
+    (folder / "config.json").write_text(json.dumps(config))
+    for package in ("fla", "causal_conv1d"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(FAKE_KERNEL)
+    command = [sys.executable, "-m", "longgen", *_command(folder, prompt, "--max-new-tokens", "4", "--raw")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if not line.startswith("longgen: ")] == []
+    assert done.stdout == _reference(folder, TEXT, 4, chat=False) + "\n"
 
 
 def test_help_and_version_do_not_load_torch() -> None:

@@ -27,7 +27,6 @@ def _write(folder: Path, text: str) -> Path:
     [
         ("1", 1),
         ("4096", 4096),
-        (4096, 4096),
         ("4k", 4000),
         ("4K", 4096),
         ("25.6k", 25_600),
@@ -41,7 +40,7 @@ def _write(folder: Path, text: str) -> Path:
         ("0.000001m", 1),
     ],
 )
-def test_lengths(text: object, tokens: int) -> None:
+def test_lengths(text: str, tokens: int) -> None:
     assert parse_length(text) == tokens
 
 
@@ -77,15 +76,13 @@ def test_lengths(text: object, tokens: int) -> None:
         "k",
         "inf",
         "9" * 5000,
-        0,
-        -1,
-        1.0,
-        1.5,
-        True,
-        None,
+        "010",
+        "1_6",
+        "True",
+        "null",
     ],
 )
-def test_other_spellings_of_a_length_are_refused_with_what_is_allowed(text: object) -> None:
+def test_other_spellings_of_a_length_are_refused_with_what_is_allowed(text: str) -> None:
     with pytest.raises(UsageError, match="is not a length; write a whole number of tokens above 0"):
         parse_length(text)
 
@@ -106,7 +103,8 @@ def test_every_setting_in_the_annotated_file_has_a_comment_above_it() -> None:
 def test_every_setting_has_a_parser_that_takes_its_default() -> None:
     assert set(config._PARSERS) == {field.name for field in fields(Settings)}
     for field in fields(Settings):
-        assert config._PARSERS[field.name](field.default) == field.default
+        if field.default is not None:
+            assert config._PARSERS[field.name](str(field.default)) == field.default
 
 
 def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
@@ -117,8 +115,61 @@ def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path: P
 
 def test_a_flag_that_is_false_or_zero_counts_as_given(tmp_path: Path) -> None:
     path = _write(tmp_path, "chat: true\nresident_blocks: 3\ntemperature: 0.5\n")
-    settings = load_settings(path, {"chat": False, "resident_blocks": 0, "temperature": 0.0})
+    settings = load_settings(path, {"chat": False, "resident_blocks": "0", "temperature": "0.0"})
     assert (settings.chat, settings.resident_blocks, settings.temperature) == (False, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("max_new_tokens", "010"),
+        ("block_size", "1_6"),
+        ("block_size", "0x10"),
+        ("max_len", "1e3"),
+        ("seed", "1_0"),
+        ("seed", "+1"),
+        ("seed", "9" * 30),
+        ("top_k", "1:30"),
+        ("temperature", "1_0.5"),
+        ("temperature", "1e999"),
+        ("temperature", ".inf"),
+        ("top_p", "٠.٩"),
+        ("chat", "yes"),
+        ("dtype", "Float32"),
+    ],
+)
+def test_what_a_flag_refuses_a_file_refuses_in_the_same_words(tmp_path: Path, name: str, text: str) -> None:
+    path = _write(tmp_path, f"{name}: {text}")
+    with pytest.raises(UsageError) as from_flag:
+        load_settings(None, {name: text})
+    with pytest.raises(UsageError) as from_file:
+        load_settings(path, {})
+    assert str(from_file.value) == f"{path}: {from_flag.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("temperature", "1e-1", 0.1),
+        ("temperature", "1", 1.0),
+        ("top_p", ".9", 0.9),
+        ("min_p", "5E-2", 0.05),
+        ("seed", "0", 0),
+        ("seed", str(2**63 - 1), 2**63 - 1),
+        ("max_len", "4M", 4_194_304),
+        ("chat", "True", True),
+    ],
+)
+def test_what_a_flag_takes_a_file_takes_alike(tmp_path: Path, name: str, text: str, value: object) -> None:
+    for settings in (load_settings(None, {name: text}), load_settings(_write(tmp_path, f"{name}: {text}"), {})):
+        assert getattr(settings, name) == value
+    assert load_settings(_write(tmp_path, f"{name}: '{text}'"), {}) == settings
+
+
+def test_a_null_in_the_file_is_the_default_where_that_is_none(tmp_path: Path) -> None:
+    assert load_settings(_write(tmp_path, "max_len: null\nchat: ~\ntop_k:\n"), {}) == Settings()
+    with pytest.raises(UsageError, match="max_len: 'null' is not a length"):
+        load_settings(_write(tmp_path, "max_len: 'null'"), {})
 
 
 def test_an_empty_file_is_no_setting(tmp_path: Path) -> None:
@@ -131,28 +182,27 @@ def test_an_empty_file_is_no_setting(tmp_path: Path) -> None:
         ("max_length: 4K", r"settings.yaml: there is no setting 'max_length'; did you mean max_len\?"),
         ("chunk-size: 4K", r"did you mean chunk_size\?"),
         ("qqqq: 1", "there are max_len, max_new_tokens"),
-        ("1: 2", "there is no setting 1"),
+        ("1: 2", "there is no setting '1'"),
         ("max_len: 4MB", "settings.yaml: max_len: '4MB' is not a length"),
-        ("max_new_tokens: null", "max_new_tokens: None is not a length"),
-        ("max_len: 1.5", "max_len: 1.5 is not a length"),
-        ("max_len: [4K]", "max_len: "),
+        ("max_new_tokens: null", "max_new_tokens: 'null' is not a length"),
+        ("max_len: 1.5", "max_len: '1.5' is not a length"),
+        ("max_len: [4K]", "max_len: a sequence is not allowed; give one value"),
+        ("? [max_len]\n: 4K", "has a sequence for a name at line 1"),
         ("dtype: int8", "dtype: 'int8' is not allowed; it must be one of auto, bfloat16, float16, float32"),
         ("device: gpu", "device: 'gpu' is not allowed; it must be one of auto, cpu, cuda, cuda:N"),
         ("device: 'cuda:x'", "device: "),
         ("sampling: maybe", "sampling: "),
-        ("chat: 1", "chat: 1 is not allowed; it must be true or false"),
-        ("resident_blocks: -1", "resident_blocks: -1 is not allowed; it must be a whole number, 0 or more"),
+        ("chat: 1", "chat: '1' is not allowed; it must be true or false"),
+        ("resident_blocks: -1", "resident_blocks: '-1' is not allowed; it must be a whole number, 0 or more"),
         ("resident_blocks: true", "resident_blocks: "),
         ("top_k: 1.5", "top_k: "),
         ("temperature: warm", "temperature: 'warm' is not a number"),
-        ("temperature: .nan", "temperature: nan is not a number"),
-        (
-            "block_size: 1000\nchunk_size: 1500",
-            "chunk_size is 1,500 tokens; it must be a multiple of block_size, 1,000",
-        ),
+        ("temperature: .nan", "temperature: '.nan' is not a number"),
         ("seed: 1\nmax_len: 4K\nseed: 2", "settings.yaml sets seed more than once"),
-        ("- max_len", "must hold lines of 'name: value', not a list"),
+        ("- max_len", "must hold lines of 'name: value', not a sequence"),
         ("max_len: [", "is not YAML at line "),
+        ("seed: \0", "is not YAML: unacceptable character"),
+        ("[" * 5000, "is nested too deep"),
     ],
 )
 def test_a_wrong_file_is_one_usage_error(tmp_path: Path, text: str, message: str) -> None:
@@ -194,6 +244,25 @@ QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 )
 def test_sampling_settings(settings: Settings, checkpoint: dict[str, object], expected: SamplingSettings) -> None:
     assert sampling_settings(settings, checkpoint) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("temperature", float("nan")),
+        ("temperature", 10**400),
+        ("top_k", 1.5),
+        ("top_p", [0.9]),
+        ("do_sample", "yes"),
+    ],
+)
+def test_a_setting_of_the_checkpoint_of_another_type_is_refused(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"{name} is .* in the checkpoint's generation_config.json") as caught:
+        sampling_settings(Settings(sampling="checkpoint"), {**QWEN, name: value})
+    assert len(str(caught.value)) < 200
+    assert sampling_settings(Settings(), {**QWEN, name: value}) == SamplingSettings()
 
 
 @pytest.mark.parametrize("settings", [Settings(top_p=0.9), Settings(sampling="checkpoint", top_p=0.9)])

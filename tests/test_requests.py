@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
@@ -59,3 +60,20 @@ def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
 def test_standard_input_can_be_read_only_once() -> None:
     with pytest.raises(UsageError, match="more than once"):
         read_requests(["-", "-"], io.BytesIO(b"text"))
+
+
+def test_a_closed_standard_input_matters_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("text")
+    assert read_requests([str(path)], None)[0].text == "text"
+    with pytest.raises(UsageError, match="standard input is closed"):
+        read_requests(["-"], None)
+
+
+def test_a_standard_input_that_cannot_be_read_is_a_usage_error() -> None:
+    class Folder(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+
+    with pytest.raises(UsageError, match="the prompt standard input cannot be read: Is a directory"):
+        read_requests(["-"], Folder())

@@ -136,6 +136,22 @@ def test_logits_that_are_not_finite_never_become_a_token(bad: float) -> None:
         Sampler(SamplingSettings(), seed=0).sample(logits)
 
 
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"temperature": 1e-40}, "temperature 1e-40"),
+        ({"temperature": 1e300}, "temperature 1e\\+300"),
+        ({"temperature": 1.0, "repetition_penalty": 1e-45}, "repetition_penalty 1e-45"),
+        ({"repetition_penalty": 1e-45}, "repetition_penalty 1e-45"),
+    ],
+)
+def test_settings_that_leave_no_distribution_are_an_error_that_names_them(values: dict[str, Any], named: str) -> None:
+    sampler = Sampler(SamplingSettings(**values), seed=0)
+    sampler.observe([0, 1])
+    with pytest.raises(LongGenError, match=f"not finite after {named}"):
+        sampler.sample(torch.tensor([3.0, 2.0, -math.inf]))
+
+
 def test_tokens_that_the_model_rules_out_are_never_drawn() -> None:
     logits = torch.full((10,), -math.inf)
     logits[3] = 0.0

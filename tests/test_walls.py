@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 MODEL_LIBRARIES = frozenset({"transformers", "tokenizers", "huggingface_hub"})
 STREAM_NAMES = frozenset({"Stream", "Event", "current_stream", "synchronize", "stream", "set_stream", "default_stream"})
-KV_FACTS = frozenset(
-    {"shape", "sizes", "layout", "budget", "plan", "predict"}
-)  # the modules of longgen/kv that only describe or compute
-MUTABLE_MAKERS = frozenset({"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"})
+# The modules of longgen/kv that only describe or compute.
+KV_FACTS = frozenset({"shape", "sizes", "layout", "budget", "plan", "predict"})
+# What a module may call for a value that it keeps; anything else called at module level may hold state.
+CONSTANT_MAKERS = frozenset(
+    {"MappingProxyType", "frozenset", "tuple", "slice", "compile", "Path", "TypeVar", "namedtuple", "auto", "field"}
+)
+APPS = ("app = typer.Typer(",)  # the command line is made of decorators
+CACHES = frozenset({"cache", "lru_cache"})
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
@@ -45,12 +49,13 @@ def model_library_faults(tree: ast.Module) -> list[str]:
 
 def stream_faults(tree: ast.Module) -> list[str]:
     """Mentions of CUDA streams and events, which only longgen/kv/transfer.py may have."""
+    aliases = _aliases(tree)
     faults = [
         ast.unparse(node)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr in STREAM_NAMES
-        and ast.unparse(node.value) in {"torch.cuda", "cuda", "torch"}
+        and _full_name(node.value, aliases) in {"torch.cuda", "cuda", "torch"}
     ]
     modules = ("torch.cuda", "torch")
     return faults + [
@@ -60,6 +65,22 @@ def stream_faults(tree: ast.Module) -> list[str]:
     ]
 
 
+def _aliases(tree: ast.Module) -> dict[str, str]:
+    """What the names of imports stand for: `c` for torch.cuda after `from torch import cuda as c`."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return names
+
+
+def _full_name(value: ast.expr, aliases: dict[str, str]) -> str:
+    first, _, rest = ast.unparse(value).partition(".")
+    return ".".join(filter(None, (aliases.get(first, first), rest)))
+
+
 def mover_faults(tree: ast.Module) -> list[str]:
     """Imports of anything in longgen/kv that may move data, which longgen/sparse may not have."""
     names = [name.split(".") for name in _imports(tree, "longgen.sparse")]
@@ -67,13 +88,20 @@ def mover_faults(tree: ast.Module) -> list[str]:
 
 
 def state_faults(tree: ast.Module) -> list[str]:
-    """Names that a module binds to something mutable, and uses of `global`."""
+    """Names that a module binds to something that may change, functions that remember results, uses of `global`."""
     faults = [f"global {', '.join(node.names)}" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    constant = CONSTANT_MAKERS | _frozen_classes(tree)
     for node in _module_level(tree):
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else None
-        if value is not None and _is_mutable(value) and not ast.unparse(node).startswith("__all__"):
+        if value is not None and _is_mutable(value, constant) and not ast.unparse(node).startswith(("__all__", *APPS)):
             faults.append(ast.unparse(node))
-    return faults
+    return faults + [
+        f"@{ast.unparse(decorator)}"
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for decorator in node.decorator_list
+        if _last(ast.unparse(decorator).partition("(")[0]) in CACHES
+    ]
 
 
 def _module_level(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -88,16 +116,27 @@ def _module_level(tree: ast.Module) -> Iterator[ast.stmt]:
                 todo.append(child)
 
 
-def _is_mutable(value: ast.expr) -> bool:
+def _frozen_classes(tree: ast.Module) -> set[str]:
+    """The module's own classes whose instances cannot change."""
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and any("frozen=True" in ast.unparse(mark) for mark in node.decorator_list)
+    }
+
+
+def _is_mutable(value: ast.expr, constant: Set[str]) -> bool:
+    """Whether a value may change. Calls of `constant` make values that do not, unless what they hold does."""
     if isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)):
         return True
     if isinstance(value, ast.Call):
-        return _called(value) in MUTABLE_MAKERS
+        held = [] if _called(value) in CONSTANT_MAKERS else [*value.args, *(word.value for word in value.keywords)]
+        return _called(value) not in constant or any(_is_mutable(part, constant) for part in held)
     if isinstance(value, ast.Tuple):
-        return any(_is_mutable(element) for element in value.elts)
+        return any(_is_mutable(element, constant) for element in value.elts)
     if isinstance(value, ast.BinOp):
-        return _is_mutable(value.left) or _is_mutable(value.right)
-    return isinstance(value, ast.NamedExpr) and _is_mutable(value.value)
+        return _is_mutable(value.left, constant) or _is_mutable(value.right, constant)
+    return isinstance(value, ast.NamedExpr) and _is_mutable(value.value, constant)
 
 
 def _last(name: str) -> str:
@@ -149,6 +188,10 @@ def test_no_module_keeps_mutable_state() -> None:
         (stream_faults, "from torch.cuda import Event"),
         (stream_faults, "from torch import cuda\ndef f(): cuda.Event()"),
         (stream_faults, "with torch.cuda.stream(s): pass"),
+        (stream_faults, "from torch import cuda as c\nc.Stream()"),
+        (stream_faults, "import torch.cuda as c\ndef f(): c.synchronize()"),
+        (stream_faults, "import torch as t\nt.cuda.current_stream()"),
+        (stream_faults, "from torch.cuda import Stream as S"),
         (mover_faults, "from longgen.kv.host_cache import HostCache"),
         (mover_faults, "from longgen.kv import store"),
         (mover_faults, "import longgen.kv.transfer"),
@@ -160,6 +203,12 @@ def test_no_module_keeps_mutable_state() -> None:
         (state_faults, "SEEN = set()"),
         (state_faults, "import collections\nQ = collections.deque()"),
         (state_faults, "PAIR = (1, [])"),
+        (state_faults, "STATE = Engine()"),
+        (state_faults, "from a import b\nCURRENT: b.Context = b.Context(slot=0)"),
+        (state_faults, "LOCAL = threading.local()"),
+        (state_faults, "@dataclass(frozen=True)\nclass A:\n    x: list\nONE = A(x=[])"),
+        (state_faults, "from functools import cache\n@cache\ndef f(): return []"),
+        (state_faults, "import functools\nclass A:\n    @functools.lru_cache(maxsize=1)\n    def f(self): return 1"),
         (state_faults, "ALL = [*A] + B"),
         (state_faults, "SQUARES = {n: n * n for n in range(9)}"),
         (state_faults, "if True:\n    CACHE = {}"),
@@ -177,11 +226,14 @@ def test_each_wall_refuses_what_breaks_it(check: Callable[[ast.Module], list[str
     [
         (model_library_faults, "import torch\nfrom longgen.model.checkpoint import read_config"),
         (stream_faults, "torch.cuda.is_available()\nrequest.stream()"),
+        (stream_faults, "from torch import cuda as c\nc.is_available()\nfrom io import Event as c2\nc2.stream()"),
         (mover_faults, "from longgen.kv.layout import KVLayout\nfrom longgen.sparse.base import SparsePolicy"),
         (
             state_faults,
             "from types import MappingProxyType\nA = (1, 2)\nB = frozenset({1})\nC = MappingProxyType({'a': 1})\n"
-            "D = tuple([1])\n__all__ = ['A']\ndef f():\n    x = []\n    return {}",
+            "D = tuple([1])\n__all__ = ['A']\ndef f():\n    x = []\n    y = Engine()\n    return {}\n"
+            "@dataclass(frozen=True)\nclass F:\n    x: int = 1\nF1 = F(x=2)\n"
+            "class E:\n    @functools.cached_property\n    def g(self): return []",
         ),
     ],
 )

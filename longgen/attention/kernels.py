@@ -87,6 +87,8 @@ class Kernels:
         self._verdicts: dict[tuple[str, CallKind], str | None] = {}
 
     def __call__(self, call: AttentionCall) -> Partial:
+        if call.k.shape[1] == 0:
+            raise LongGenError("an attention call needs at least one key")
         call = call.simplified()
         return self.choose(call)(call)
 
@@ -108,9 +110,11 @@ class Kernels:
     def prepare(self, dtype: torch.dtype, head_dim: int, groups: int, device: torch.device, *, windowed: bool) -> None:
         """Checks, before any pass, every kind of call a store of this shape makes."""
         for rows in Rows:
-            for causal, window in ((False, False), (True, False), *([(True, True)] if windowed else [])):
-                kind = CallKind(rows, dtype, head_dim, groups, causal and rows is not Rows.ONE, window)
-                self.choose(kind.sample(device).simplified())
+            for causal, window in ((False, False), (True, False), (True, True)):
+                if (causal and rows is Rows.ONE) or (window and not windowed):
+                    continue
+                kind = CallKind(rows, dtype, head_dim, groups, causal, window)
+                self.choose(kind.sample(device))
 
     def _objection(self, backend: Backend, call: AttentionCall) -> str | None:
         reason = backend.refuses(call)

@@ -19,7 +19,10 @@ class MergedAttention:
     """
 
     def __init__(self, first: Partial) -> None:
-        """Starts from one part: (out [q_heads, n, head_dim], lse [q_heads, n] fp32, natural logarithm)."""
+        """Starts from one part: (out [q_heads, n, head_dim], lse [q_heads, n] fp32, natural logarithm).
+
+        The part's tensors are taken over and may be changed.
+        """
         out, lse = first
         self._out, self._lse = out.float(), lse
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longgen.errors import CapacityError
 from longgen.kv.layout import KVLayout
 from longgen.kv.sizes import window_capacity, window_scratch
 from longgen.kv.transfer import Event
@@ -32,9 +33,16 @@ class KVBuffer:
 
 
 def _kv_buffers(count: int, layout: KVLayout, tokens: int, device: torch.device) -> tuple[KVBuffer, ...]:
+    """`count` buffers of `tokens` tokens. Raises CapacityError if the device has no room for them."""
     shape = (count, layout.kv_heads, tokens, layout.head_dim)
-    k = torch.empty(shape, dtype=layout.dtype, device=device)
-    v = torch.empty(shape, dtype=layout.dtype, device=device)
+    try:
+        k = torch.empty(shape, dtype=layout.dtype, device=device)
+        v = torch.empty(shape, dtype=layout.dtype, device=device)
+    except (RuntimeError, TypeError) as error:  # no memory; a size beyond 64 bits
+        raise CapacityError(
+            f"{count} buffers of {tokens:,} tokens, {count * tokens * layout.token_bytes:,} bytes, do not fit into the "
+            f"memory of {device}: lower the block size, chunk size, ring or resident blocks"
+        ) from error
     return tuple(KVBuffer(k[i], v[i]) for i in range(count))
 
 

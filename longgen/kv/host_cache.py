@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longgen.errors import CapacityError
 from longgen.kv.layout import KVLayout
 
 
@@ -72,6 +73,7 @@ class HostCache:
         """Makes sure that blocks for `tokens` tokens exist.
 
         The last extent is cut so that `planned` tokens fit exactly; beyond the plan, full extents are added.
+        Raises CapacityError if there is no such memory.
         """
         extents = self._extents[slot_id]
         needed, planned_blocks = self._layout.blocks_for(tokens), self._layout.blocks_for(planned)
@@ -135,4 +137,10 @@ class HostCache:
         for index, memory in enumerate(self._pool):
             if memory.numel() == nbytes:
                 return self._pool.pop(index)
-        return self._allocate(nbytes)
+        try:
+            return self._allocate(nbytes)
+        except (RuntimeError, OSError, OverflowError) as error:
+            raise CapacityError(
+                f"the KV cache holds {self.nbytes:,} bytes of host memory and needs {nbytes:,} more, which cannot be "
+                "had: shorten the prompt"
+            ) from error

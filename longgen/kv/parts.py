@@ -56,7 +56,6 @@ class StoreParts:
             return
         self.transfer.wait(Queue.LOAD, self.transfer.record(Queue.COMPUTE))
         for layer in layers:
-            target = self.decode.get(slot_id, layer)
-            self.transfer.wait(Queue.LOAD, target.free)
-            self.load_tokens(slot_id, layer, start, length, target, slice(None))
+            # The offload that last read the decode buffer is one that load_tokens waits for.
+            self.load_tokens(slot_id, layer, start, length, self.decode.get(slot_id, layer), slice(None))
         self.transfer.wait(Queue.COMPUTE, self.transfer.record(Queue.LOAD))

@@ -43,16 +43,17 @@ class Pass:
         policy: SparsePolicy,
         phase: Phase,
         members: tuple[Member, ...],
-        on_end: Callable[[tuple[int, ...]], None],
+        on_end: Callable[[tuple[int, ...] | None], None],
     ) -> None:
-        """`on_end` is told the accepted tokens of each slot, all 0 after an abort."""
-        self._parts, self._members, self._phase, self._on_end = parts, members, phase, on_end
+        """`on_end` is told the accepted tokens of each slot: all 0 after an abort, None if a commit failed halfway."""
+        self._parts, self._members, self._on_end = parts, members, on_end
         self._windows = {layer.index: layer.window for layer in parts.layout.window_layers}
         self._order = tuple(layer.index for layer in parts.layout.layers)
         self._attended = 0
         self._ended = False
         self._participants: list[Participant] = []
-        self._writer = DecodeWriter(parts) if phase is Phase.DECODE else ChunkWriter(parts)
+        is_chunk = members[0].tokens > parts.sizes.decode_tokens
+        self._writer = ChunkWriter(parts) if is_chunk else DecodeWriter(parts)
         self._schedule = ReadSchedule(
             policy,
             phase,
@@ -79,10 +80,6 @@ class Pass:
     def tokens(self) -> tuple[int, ...]:
         """New tokens of each slot."""
         return tuple(member.tokens for member in self._members)
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
 
     def enlist(self, participant: Participant) -> None:
         """Adds state that commits and aborts with this pass."""
@@ -115,23 +112,30 @@ class Pass:
     def commit(self, accepted: int | Sequence[int] | None = None) -> None:
         """Makes the tokens, or the first `accepted` of each slot, part of the slots, and ends the pass."""
         counts = self._accepted(accepted)
+        self._check_open()
         if self._attended != len(self._order):
             raise LongGenError(f"pass committed after {self._attended} of {len(self._order)} attention layers")
         for participant in self._participants:
             participant.prepare(counts)
         self._end()
-        for member, count in zip(self._members, counts, strict=True):
-            self._writer.settle(member, member.length + count)
-        for participant in self._participants:
-            participant.commit(counts)
+        try:
+            for member, count in zip(self._members, counts, strict=True):
+                self._writer.settle(member, member.length + count)
+            for participant in self._participants:
+                participant.commit(counts)
+        except BaseException:  # an interrupt too: half of the commit may be done
+            self._on_end(None)
+            raise
         self._on_end(counts)
 
     def abort(self) -> None:
         """Ends the pass as if it had not been; the slots keep their lengths."""
         self._end()
-        for participant in self._participants:
-            participant.abort()
-        self._on_end((0,) * len(self._members))
+        try:
+            for participant in self._participants:
+                participant.abort()
+        finally:
+            self._on_end((0,) * len(self._members))
 
     def __enter__(self) -> Pass:
         return self
@@ -143,13 +147,15 @@ class Pass:
             self.abort()
 
     def _end(self) -> None:
-        if self._ended:
-            raise LongGenError("this pass has ended already")
+        self._check_open()
         self._ended = True
 
-    def _expect(self, layer: int, q: torch.Tensor) -> None:
+    def _check_open(self) -> None:
         if self._ended:
-            raise LongGenError("attend on a pass that has ended")
+            raise LongGenError("this pass has ended already")
+
+    def _expect(self, layer: int, q: torch.Tensor) -> None:
+        self._check_open()
         expected = self._order[self._attended] if self._attended < len(self._order) else None
         if layer != expected:
             raise LongGenError(f"attend on layer {layer}, but this pass expects layer {expected}")
@@ -184,7 +190,7 @@ class Pass:
         k, v = self._writer.write(layer, member, k, v)
         runs = self._schedule.runs(layer, member, q)
         self._prefetcher.run_ahead()
-        if self._phase is Phase.DECODE and member.tokens == 1:  # the token itself is read where it was written
+        if member.tokens == 1 and isinstance(self._writer, DecodeWriter):  # the token is read where it was written
             reads = device_reads(self._parts, layer, member, runs, member.length + 1)
             first = reads.pop(0)
             merged = MergedAttention(self._parts.kernels(AttentionCall(q, first.k, first.v, scale)))

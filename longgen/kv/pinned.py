@@ -5,6 +5,7 @@ torch's own pinned allocator rounds every piece up to a power of two; here 60 GB
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import weakref
@@ -35,6 +36,11 @@ def cuda_unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
+def _release(unregister: Callable[[int], None], address: int, mapping: mmap.mmap) -> None:
+    """Unregisters memory while `mapping` still keeps it mapped: the address belongs to nobody else yet."""
+    unregister(address)
+
+
 class PinnedMemory:
     """Makes host memory that copies to and from the GPU run at the full rate of the wire.
 
@@ -53,16 +59,19 @@ class PinnedMemory:
         mapping = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        buffer = (ctypes.c_ubyte * nbytes).from_buffer(mapping)
+        memory = torch.frombuffer(buffer, dtype=torch.uint8)
         memory.zero_()  # touches every page, in parallel: registration of untouched memory does it on one core
         if self.refused is None:
-            self._pin(mapping, memory.data_ptr(), nbytes)
+            self._pin(mapping, buffer, memory.data_ptr())
         return memory
 
-    def _pin(self, mapping: mmap.mmap, address: int, nbytes: int) -> None:
+    def _pin(self, mapping: mmap.mmap, buffer: ctypes.Array[ctypes.c_ubyte], address: int) -> None:
+        nbytes = len(buffer)
         code = self._register(address, nbytes)
         if code == 0:
-            weakref.finalize(mapping, self._unregister, address)
+            # Hung on what the tensor holds, and holding the mapping: a mapping alone is gone before its finalizer runs.
+            weakref.finalize(buffer, _release, self._unregister, address, mapping)
             return
         self.refused = f"CUDA refused to pin {nbytes:,} bytes of host memory (error {code})"
         logging.getLogger("longgen").warning(

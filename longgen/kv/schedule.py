@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from longgen.errors import LongGenError
 from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase, SparsePolicy
 
 ALL_HEADS = slice(None)
@@ -39,13 +40,12 @@ class LayerRuns:
     loaded: tuple[Run, ...]
 
 
-def block_runs(blocks: range | torch.Tensor) -> Iterator[tuple[int, int]]:
+def block_runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Maximal ascending runs [first, stop) of consecutive blocks, in the order given."""
-    if isinstance(blocks, range) and blocks.step == 1:
-        if len(blocks):
-            yield blocks.start, blocks.stop
+    if isinstance(indices, range) and indices.step == 1:
+        if len(indices):
+            yield indices.start, indices.stop
         return
-    indices = blocks.tolist() if isinstance(blocks, torch.Tensor) else list(blocks)
     first = 0
     for i in range(1, len(indices) + 1):
         if i == len(indices) or indices[i] != indices[i - 1] + 1:
@@ -53,14 +53,20 @@ def block_runs(blocks: range | torch.Tensor) -> Iterator[tuple[int, int]]:
             first = i
 
 
-def place_runs(selection: BlockSelection, *, block_size: int, resident_blocks: int, run_blocks: int) -> LayerRuns:
+def place_runs(
+    selection: BlockSelection, available: AvailableBlocks, *, block_size: int, resident_blocks: int, run_blocks: int
+) -> LayerRuns:
     """Splits a selection at the end of the resident tier, and what is beyond it into ring entries.
 
     Runs to load end at multiples of `run_blocks`, so that each lies in one extent of the host cache.
+
+    Raises:
+        LongGenError: a block that is not among the `available` ones, or is named twice.
     """
     resident: list[Run] = []
     loaded: list[Run] = []
     for heads, blocks in _by_head(selection.blocks):
+        _check(blocks, available)
         for first, stop in block_runs(blocks):
             inside = min(stop, resident_blocks)
             if first < inside:
@@ -73,12 +79,26 @@ def place_runs(selection: BlockSelection, *, block_size: int, resident_blocks: i
     return LayerRuns(tuple(resident), tuple(loaded))
 
 
-def _by_head(blocks: range | torch.Tensor) -> Iterator[tuple[slice, range | torch.Tensor]]:
-    if isinstance(blocks, range) or blocks.ndim == 1:
+def _by_head(blocks: range | torch.Tensor) -> Iterator[tuple[slice, Sequence[int]]]:
+    if isinstance(blocks, range):
         yield ALL_HEADS, blocks
+    elif blocks.ndim == 1:
+        yield ALL_HEADS, blocks.tolist()
     else:
-        for head in range(blocks.shape[0]):
-            yield slice(head, head + 1), blocks[head]
+        for head, indices in enumerate(blocks.tolist()):
+            yield slice(head, head + 1), indices
+
+
+def _check(blocks: Sequence[int], available: AvailableBlocks) -> None:
+    if not blocks:
+        return
+    if min(blocks) < 0 or max(blocks) >= available.count:
+        raise LongGenError(
+            f"the sparse policy selected blocks {min(blocks)} to {max(blocks)} of slot {available.slot_id}, "
+            f"which has {available.count} complete blocks"
+        )
+    if len(set(blocks)) != len(blocks):
+        raise LongGenError(f"the sparse policy selected a block of slot {available.slot_id} twice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +160,7 @@ class ReadSchedule:
         selection = self._policy.select_blocks(layer, self._phase, query, available)
         runs = place_runs(
             selection,
+            available,
             block_size=self._block_size,
             resident_blocks=self._resident[layer],
             run_blocks=self._run_blocks,

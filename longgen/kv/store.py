@@ -80,23 +80,22 @@ class KVStore:
         """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly."""
         self.slots[slot_id].planned = tokens
 
-    def begin(self, requests: Sequence[tuple[int, int]]) -> Pass:
+    def begin(self, requests: Sequence[tuple[int, int]], phase: Phase = Phase.PREFILL) -> Pass:
         """Opens a pass of n new tokens of one slot, or of one token of each of several slots.
-
-        Passes of up to `sizes.decode_tokens` tokens count as decode, larger ones as prefill.
 
         Args:
             requests: (slot id, new tokens) in batch order.
+            phase: what the policy is told that the pass does.
 
         Raises:
-            SlotError: an unknown slot, one named twice, a batch of more than one token each, or a pass is open.
+            SlotError: an unknown slot, one named twice, a batch of more than one token each, a slot whose last
+                commit failed, or a pass is open.
             CapacityError: more tokens than the buffers of a pass hold.
         """
         members = self._members(requests)
-        tokens = members[0].tokens
-        phase = Phase.DECODE if tokens <= self.sizes.decode_tokens else Phase.PREFILL
-        if phase is Phase.PREFILL and tokens > self.sizes.chunk_tokens:
-            raise CapacityError(f"a pass of {tokens} tokens is larger than the chunk size {self.sizes.chunk_tokens}")
+        tokens, most = members[0].tokens, max(self.sizes.chunk_tokens, self.sizes.decode_tokens)
+        if tokens > most:
+            raise CapacityError(f"a pass of {tokens} tokens is larger than the chunk size {most}")
         for member in members:
             slot = self.slots[member.slot_id]
             end = member.length + member.tokens
@@ -116,7 +115,9 @@ class KVStore:
             SlotError: the slot is in a pass, has fewer tokens, or a sliding-window layer no longer has the tokens
                 before `length`.
         """
-        slot = self._idle(slot_id)
+        slot = self._usable(slot_id)
+        if self._open is not None and slot_id in self._open.slots:
+            raise SlotError(f"slot {slot_id} is in an open pass: commit or abort it first")
         if not 0 <= length <= slot.length:
             raise SlotError(f"cannot truncate slot {slot_id} to {length} tokens: it has {slot.length}")
         floor = self._parts.windows.floor(slot.written)
@@ -128,12 +129,20 @@ class KVStore:
         if length // self.layout.block_size != slot.length // self.layout.block_size:
             self._parts.restore_open_block(slot_id, length)
         slot.length = length
+        if length == 0:
+            slot.written = 0
 
     def reset(self, slot_id: int) -> None:
-        """Empties a slot: no token, no host block, no event and no device data of it remains."""
-        slot = self._idle(slot_id)
+        """Empties a slot: no token, no host block, no event and no device data of it remains.
+
+        A pass that is open over it is aborted.
+        """
+        slot = self.slots[slot_id]
+        if self._open is not None and slot_id in self._open.slots:
+            self._open.abort()
         self._parts.transfer.drain()
         slot.length = slot.written = slot.planned = 0
+        slot.broken = False
         self._parts.host.release(slot_id)
         self._parts.policy.reset(slot_id)
         for layer in self.layout.full_layers:
@@ -155,6 +164,7 @@ class KVStore:
             buffer.k.fill_(value)
             buffer.v.fill_(value)
         self._parts.host.poison_pool(value)
+        self._parts.transfer.drain()
 
     def _members(self, requests: Sequence[tuple[int, int]]) -> tuple[Member, ...]:
         if self._open is not None:
@@ -165,18 +175,22 @@ class KVStore:
         counts = {tokens for _, tokens in requests}
         if min(counts) < 1 or (len(ids) > 1 and counts != {1}):
             raise SlotError(f"a pass takes n tokens of one slot or one token of several, not {list(requests)}")
-        return tuple(Member(slot_id, self.slots[slot_id].length, tokens) for slot_id, tokens in requests)
+        return tuple(Member(slot_id, self._usable(slot_id).length, tokens) for slot_id, tokens in requests)
 
-    def _idle(self, slot_id: int) -> Slot:
+    def _usable(self, slot_id: int) -> Slot:
         slot = self.slots[slot_id]
-        if self._open is not None and slot_id in self._open.slots:
-            raise SlotError(f"slot {slot_id} is in an open pass: commit or abort it first")
+        if slot.broken:
+            raise SlotError(f"a commit to slot {slot_id} failed halfway, so its tokens are lost: reset it")
         return slot
 
-    def _end(self, members: tuple[Member, ...], counts: tuple[int, ...]) -> None:
-        for member, count in zip(members, counts, strict=True):
-            self.slots[member.slot_id].length = member.length + count
+    def _end(self, members: tuple[Member, ...], counts: tuple[int, ...] | None) -> None:
         self._open = None
+        for i, member in enumerate(members):
+            slot = self.slots[member.slot_id]
+            if counts is None:
+                slot.broken = True
+            else:
+                slot.length = member.length + counts[i]
 
     def _slot_buffers(self, slot_id: int) -> list[KVBuffer]:
         parts = (self._parts.decode, self._parts.resident, self._parts.windows)

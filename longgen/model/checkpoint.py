@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longgen.errors import CheckpointError
 from longgen.model.adapter import ATTENTION_NAME, register_attention
+from longgen.model.files import read_json_object
+from longgen.model.quiet import quiet_transformers
 from longgen.model.rope import check_rope
 from longgen.model.shards import listed, reason
+from longgen.model.text_config import check_shape
 from longgen.model.weights import check_weights
 
 TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -24,31 +26,57 @@ TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5
 VISION_TYPES = MappingProxyType({"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"})
 SUPPORTED_TYPES = (*TEXT_TYPES, *VISION_TYPES)
 
+# The checkpoint that ships inside the package.
+DEMO_NAME = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "data" / "demo"
+
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 
 def resolve_checkpoint(name: str) -> Path:
-    """The folder of a checkpoint named by a path or by a hub id such as `Qwen/Qwen3-0.6B`.
+    """The folder of a checkpoint named by a path, by a hub id such as `Qwen/Qwen3-0.6B`, or `demo`, the one that ships.
 
-    What exists is a path, and so is what can only be one: a name that starts with `.`, `/` or `~`, ends with a slash or
-    has more than one. A hub id is taken from the hub cache or downloaded; with HF_HUB_OFFLINE=1 or
-    TRANSFORMERS_OFFLINE=1 the network is never touched.
+    What exists is a path, and so is what can only be one: a name that starts with `.`, `/` or `~`, ends with a slash,
+    has more than one, or begins with a folder that exists. A hub id is taken from the hub cache or downloaded; with
+    HF_HUB_OFFLINE=1 or TRANSFORMERS_OFFLINE=1 the network is never touched.
 
     Raises:
         CheckpointError: no such folder, or the hub id cannot be had.
     """
-    path = Path(name).expanduser()
-    if path.exists() or not _may_be_hub_id(name):
+    return _local_folder(name) or _from_hub(name)
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that a name is the path of, or the checkpoint that ships; None for what can only be a hub id."""
+    if not name:
+        raise CheckpointError("the model's name is empty; give a checkpoint folder or a hub id")
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"there is no folder {name}: its home folder is not known") from error
+    # os.path takes a name that the file system refuses, a very long one say, for one that is not there.
+    if os.path.exists(path) or not _may_be_hub_id(name):
         return _checked_folder(path)
-    return _from_hub(name)
+    return _demo_folder() if name == DEMO_NAME else None
+
+
+def _demo_folder() -> Path:
+    if not (DEMO_FOLDER / "model.safetensors").is_file():
+        raise CheckpointError(
+            f"the demo checkpoint is not in {DEMO_FOLDER}; write it with scripts/train_demo_checkpoint.py"
+        )
+    return DEMO_FOLDER
 
 
 def _may_be_hub_id(name: str) -> bool:
-    return bool(name) and name[0] not in "./~" and not name.endswith(("/", "\\")) and name.count("/") <= 1
+    if name[0] in "./~" or name.endswith(("/", "\\")) or name.count("/") > 1:
+        return False
+    # A mistyped `out/tiny` is not looked for on the network.
+    return "/" not in name or not os.path.isdir(name.split("/")[0])
 
 
 def _checked_folder(path: Path) -> Path:
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointError(f"there is no folder {path}")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights")
@@ -63,9 +91,9 @@ def resolve_config(name: str) -> Path:
     Raises:
         CheckpointError: as `resolve_checkpoint`.
     """
-    path = Path(name).expanduser()
-    if path.exists() or not _may_be_hub_id(name):
-        return _checked_folder(path)
+    folder = _local_folder(name)
+    if folder is not None:
+        return folder
     from huggingface_hub import hf_hub_download
 
     return Path(_asked_of_hub(hf_hub_download, name, filename="config.json")).parent
@@ -106,13 +134,15 @@ def read_config(folder: Path) -> Any:
         CheckpointError: an unreadable config, a model type that is not supported, code of the checkpoint's own,
             quantised weights, or rotary settings that cannot be used.
     """
-    raw = _read_json(_checked_folder(folder) / "config.json")
+    raw = read_json_object(_checked_folder(folder) / "config.json")
     kind = raw.get("model_type")
     if kind not in SUPPORTED_TYPES:
         raise CheckpointError(
             f"model type {kind!r} of {folder} is not supported; supported are {', '.join(SUPPORTED_TYPES)}"
         )
     text = raw.get("text_config", {}) if kind in VISION_TYPES else raw
+    if not isinstance(text, dict):
+        raise CheckpointError(f"text_config of {folder / 'config.json'} is not a JSON object")
     if raw.get("auto_map") or text.get("auto_map"):
         raise CheckpointError(
             f"{folder / 'config.json'} asks for Python code of its own (auto_map), which is never run; use a "
@@ -120,7 +150,7 @@ def read_config(folder: Path) -> Any:
         )
     quantised = raw.get("quantization_config") or text.get("quantization_config")
     if quantised:
-        method = quantised.get("quant_method", "unknown method")
+        method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
         raise CheckpointError(
             f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
             "quantised"
@@ -132,6 +162,7 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {reason(error)}") from error
     if kind in VISION_TYPES:
         config = _text_config(config)
+    check_shape(config)
     check_rope(config)
     return config
 
@@ -143,16 +174,6 @@ def _text_config(config: Any) -> Any:
     if getattr(text, "dtype", None) is None:
         text.dtype = getattr(config, "dtype", None)
     return text
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -172,8 +193,16 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
     config = read_config(folder)
     check_weights(folder, config)
     register_attention()
+    with quiet_transformers():
+        model, report = _from_pretrained(folder, config, dtype)
+    _check_report(folder, report)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _from_pretrained(folder: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model in host memory, and what transformers says of its keys."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -183,10 +212,9 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    # Weights that do not fit raise errors of three libraries.
+    except Exception as error:
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {reason(error)}") from error
-    _check_report(folder, report)
-    return model.to(device).eval().requires_grad_(False)
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -12,33 +12,10 @@ from longgen.errors import UsageError
 from longgen.kv.layout import AttentionLayer
 from longgen.model.adapter import PassCache, cache_keyword
 from longgen.model.checkpoint import load_model
-from longgen.model.rope import ExactRotary, yarn_factor
+from longgen.model.recurrence import use_torch_code
+from longgen.model.rope import ExactRotary, trained_window
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
-
-
-def attention_layers(config: Any) -> tuple[AttentionLayer, ...]:
-    """The attention layers of a text config with their windows, recurrent layers left out.
-
-    Windows come from the config alone: some models hand theirs to the attention function and some do not.
-    """
-    window = getattr(config, "sliding_window", None) or None
-    # Without layer types (qwen3_moe) a window, where there is one, holds for every layer.
-    default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    types = getattr(config, "layer_types", None) or default
-    return tuple(
-        AttentionLayer(index, window if kind == "sliding_attention" else None)
-        for index, kind in enumerate(types)
-        if kind != "linear_attention"
-    )
-
-
-def max_position(config: Any) -> int:
-    """Tokens a text config was made for: its trained window, stretched by YaRN where it says so."""
-    window = config.max_position_embeddings
-    parameters = config.rope_parameters
-    if parameters.get("rope_type") == "yarn":
-        return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(config)))
-    return window
+from longgen.model.text_config import attention_layers, head_dim
 
 
 class Provider:
@@ -67,6 +44,8 @@ class Provider:
             if self._recurrent_layers
             else None
         )
+        if self._recurrent_layers and self.device.type == "cpu":
+            use_torch_code(model)
         self._batches_experts = self.device.type != "cpu" and getattr(config, "_experts_implementation", "") == (
             "grouped_mm"
         )
@@ -83,7 +62,7 @@ class Provider:
 
     @property
     def head_dim(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        return head_dim(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -91,8 +70,8 @@ class Provider:
 
     @property
     def max_position(self) -> int:
-        """Tokens the model was made for: its trained window, stretched by YaRN where the config says so."""
-        return max_position(self.config)
+        """Tokens the model was made for, see `trained_window`."""
+        return trained_window(self.config)
 
     @property
     def is_recurrent(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from longgen.errors import CheckpointError
+from longgen.model.text_config import head_dim
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "yarn")
 
@@ -30,8 +31,41 @@ def check_rope(config: Any) -> None:
         )
     if kind not in SUPPORTED_ROPE_TYPES:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}")
-    if kind == "linear" and not parameters.get("factor"):
+    if kind == "linear" and parameters.get("factor") is None:
         raise CheckpointError("rope type 'linear' needs a factor in config.json's rope_scaling")
+    _check_numbers(config)
+
+
+def _check_numbers(config: Any) -> None:
+    """transformers takes these numbers as they come, strings too."""
+    parameters = config.rope_parameters
+    _check_number(parameters, "rope_theta", 1)
+    for name in ("factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"):
+        _check_number(parameters, name, 0)
+    for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if parameters.get(name) != 0:  # which means the default
+            _check_number(parameters, name, 0)
+    size, dim = head_dim(config), _rotary_dim(config)
+    if not 2 <= dim <= size or dim % 2:
+        raise CheckpointError(f"rotary angles for {dim} of a head's {size} numbers are not possible: it must be even")
+    section = parameters.get("mrope_section")
+    if section is not None and not (
+        isinstance(section, list) and len(section) == 3 and all(isinstance(pairs, int) for pairs in section)
+    ):
+        raise CheckpointError(f"mrope_section is {section!r} in config.json; it must be a list of three whole numbers")
+
+
+def _check_number(parameters: dict[str, Any], name: str, above: int) -> None:
+    value = parameters.get(name)
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not above < value < math.inf:
+        raise CheckpointError(f"{name} is {value!r} in config.json's rotary settings; it must be above {above}")
+
+
+def _rotary_dim(config: Any) -> int:
+    return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def rotary_frequencies(config: Any) -> tuple[torch.Tensor, float]:
@@ -41,8 +75,7 @@ def rotary_frequencies(config: Any) -> tuple[torch.Tensor, float]:
         inv_freq: float64 [rotary_dim / 2], radians per token; and the attention factor (1.0 but for YaRN).
     """
     parameters = config.rope_parameters
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    dim = _rotary_dim(config)
     period_root = float(parameters["rope_theta"]) ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     kind = parameters.get("rope_type", "default")
     if kind == "linear":
@@ -57,6 +90,15 @@ def yarn_factor(config: Any) -> float:
     parameters = config.rope_parameters
     factor = parameters.get("factor")
     return float(factor or config.max_position_embeddings / parameters["original_max_position_embeddings"])
+
+
+def trained_window(config: Any) -> int:
+    """Tokens that a text config's model was made for: its window, stretched by YaRN where the config says so."""
+    window: int = config.max_position_embeddings
+    parameters = config.rope_parameters
+    if parameters.get("rope_type") == "yarn":
+        return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(config)))
+    return window
 
 
 def _yarn_frequencies(config: Any, period_root: torch.Tensor, dim: int) -> tuple[torch.Tensor, float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from longgen.model.rope import trained_window
+from longgen.model.text_config import attention_layers, head_dim
 from longgen.model_shape import FULL, RECURRENT, WINDOW, DeltaRule, Experts, ModelShape
 
 
 def model_shape(config: Any, name: str, dtype: str | None = None) -> ModelShape:
     """The shape of a text config that read_config accepted. dtype: of the weights as loaded; None: the config's own."""
-    from longgen.model.provider import attention_layers, max_position
-
     kind = config.model_type
     windows = {layer.index: layer.window for layer in attention_layers(config)}
     kinds = tuple(
@@ -18,7 +18,7 @@ def model_shape(config: Any, name: str, dtype: str | None = None) -> ModelShape:
         for index in range(config.num_hidden_layers)
     )
     bias = bool(getattr(config, "attention_bias", False))
-    own = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")  # as the engine loads it
     return ModelShape(
         name=name,
         kinds=kinds,
@@ -27,8 +27,8 @@ def model_shape(config: Any, name: str, dtype: str | None = None) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0),
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        trained_window=max_position(config),
+        head_dim=head_dim(config),
+        trained_window=trained_window(config),
         window=next((window for window in windows.values() if window), None),
         experts=_experts(config),
         delta=_delta_rule(config) if RECURRENT in kinds else None,

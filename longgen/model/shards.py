@@ -102,7 +102,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = set(weight_map.values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {reason(error)}; get it again") from error
     outside = sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name)
     if outside:
@@ -153,7 +153,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             tensors = {name: _stored(path.name, entry) for name, entry in entries.items()}
             expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             wrong = sorted(name for name, entry in entries.items() if not _size_agrees(entry))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} has a damaged safetensors header; get it again") from error
     if wrong:
         raise CheckpointError(f"{path} has a damaged safetensors header ({listed(wrong)}); get it again")

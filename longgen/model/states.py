@@ -13,16 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from longgen.errors import SlotError
-
-
-class Participant(Protocol):
-    """What a Pass asks of those who change with it: `prepare` may refuse, `commit` and `abort` may not."""
-
-    def prepare(self, accepted: tuple[int, ...]) -> None: ...
-
-    def commit(self, accepted: tuple[int, ...]) -> None: ...
-
-    def abort(self) -> None: ...
+from longgen.kv.passes import Participant
 
 
 class Pass(Protocol):
@@ -121,9 +112,10 @@ class PassStates:
     def __init__(self, states: RecurrentStates, slots: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         self._states = states
         self._tokens = tokens
-        self._slots = torch.tensor(slots, dtype=torch.int64, device=states.conv.device)
-        self.conv = states.conv.index_select(1, self._slots)
-        self.recurrent = states.recurrent.index_select(1, self._slots)
+        self._slots = slots
+        # Slices, not an index tensor: the host would wait for that one's copy to the device.
+        self.conv = torch.stack([states.conv[:, slot] for slot in slots], dim=1)
+        self.recurrent = torch.stack([states.recurrent[:, slot] for slot in slots], dim=1)
 
     def prepare(self, accepted: tuple[int, ...]) -> None:
         """Raises SlotError unless every token is accepted: a recurrent state cannot be wound back."""
@@ -134,8 +126,9 @@ class PassStates:
             )
 
     def commit(self, accepted: tuple[int, ...]) -> None:
-        self._states.conv.index_copy_(1, self._slots, self.conv)
-        self._states.recurrent.index_copy_(1, self._slots, self.recurrent)
+        for row, slot in enumerate(self._slots):
+            self._states.conv[:, slot] = self.conv[:, row]
+            self._states.recurrent[:, slot] = self.recurrent[:, row]
 
     def abort(self) -> None:
         """Nothing to undo: the slots' own states were never written."""

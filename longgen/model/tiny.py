@@ -23,6 +23,7 @@ from transformers import (
 
 from longgen.errors import UsageError
 from longgen.model.checkpoint import SUPPORTED_TYPES, VISION_TYPES
+from longgen.model.text_config import HYBRID_TYPES
 
 VOCAB_SIZE = 320  # a little more than the tokenizer's, as in the real checkpoints
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -78,7 +79,7 @@ def make_checkpoint(
     if model_type not in SUPPORTED_TYPES:
         raise UsageError(f"model type {model_type!r} is not one of {', '.join(SUPPORTED_TYPES)}")
     text_type = VISION_TYPES.get(model_type, model_type)
-    hybrid = text_type in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    hybrid = text_type in HYBRID_TYPES
     if sliding and hybrid:
         raise UsageError(f"{model_type} has no sliding-window layers")
     settings = _common_settings(head_dim, layers or (4 if hybrid else 3), yarn, max_position)

@@ -13,6 +13,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from longgen.errors import CheckpointError
+from longgen.model.files import read_json_object
 from longgen.model.shards import reason
 
 SETTING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
@@ -34,13 +35,15 @@ def generation_settings(folder: Path) -> dict[str, Any]:
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
-    return content if isinstance(content, dict) else {}
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _read_text_config(folder: Path) -> dict[str, Any]:
+    """config.json, or its text part; empty if there is none."""
+    path = folder / "config.json"
+    content = read_json_object(path) if path.is_file() else {}
+    text = content.get("text_config", content)
+    return text if isinstance(text, dict) else {}
 
 
 class TextTokenizer:
@@ -87,7 +90,7 @@ class TextTokenizer:
             chat: make it the user's message of the chat template, followed by the opening of an answer.
 
         Raises:
-            CheckpointError: `chat` without a chat template.
+            CheckpointError: `chat` without a chat template, or with one that cannot be used.
         """
         if chat:
             text = self._chat_text(text)
@@ -113,19 +116,34 @@ class TextTokenizer:
         return DecodeStream(self._tokenizer)
 
     def eos_ids(self, folder: Path) -> frozenset[int]:
-        """The ids that end a text: those of generation_config.json, else the tokenizer's own; possibly none."""
-        given = _read_generation_config(folder).get("eos_token_id")
-        if given is None:
+        """The ids that end a text: those of generation_config.json, else of config.json, else the tokenizer's own.
+
+        Possibly none. Raises CheckpointError for an eos_token_id that is neither a token id nor a list of them.
+        """
+        for content in (_read_generation_config(folder), _read_text_config(folder)):
+            given = content.get("eos_token_id")
+            if given is not None:
+                break
+        else:
             given = self._tokenizer.eos_token_id
-        if given is None:
-            return frozenset()
-        return frozenset(given if isinstance(given, list) else [given])
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(id_) is int and id_ >= 0 for id_ in ids):
+            raise CheckpointError(
+                f"eos_token_id is {repr(given)[:80]} in {folder}; it must be a token id or a list of token ids"
+            )
+        return frozenset(ids)
 
     def _chat_text(self, text: str) -> str:
         if not self.has_chat_template:
             raise CheckpointError("the checkpoint has no chat template; run with --raw to send the prompt as it is")
         messages = [{"role": "user", "content": text}]
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # A template is a program of the checkpoint's: it may fail in any way, or refuse by raising.
+        except Exception as error:
+            raise CheckpointError(
+                f"the chat template of the checkpoint fails: {reason(error)}; run with --raw to do without it"
+            ) from error
 
     def _encode_batch(self, pieces: list[str], ids: list[int]) -> None:
         for encoding in self._backend.encode_batch_fast(pieces, add_special_tokens=False):

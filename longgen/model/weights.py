@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging
 
 from longgen.errors import CheckpointError
+from longgen.model.quiet import quiet_transformers
 from longgen.model.shards import StoredTensor, listed, read_shards
 
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -94,7 +93,7 @@ def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
     load = LoadStateDictConfig(
         device_map={"": "meta"}, dtype=torch.bfloat16, weight_mapping=get_model_conversion_mapping(model)
     )
-    with _without_progress():
+    with quiet_transformers():
         info, _ = convert_and_load_state_dict_in_model(
             model=model, state_dict=stored, load_config=load, disk_offload_index=None
         )
@@ -123,15 +122,3 @@ def _expert_gaps(tensors: Mapping[str, StoredTensor], config: Any) -> Iterator[s
     for pattern, found in numbers.items():
         if not pattern.startswith("mtp."):
             yield from (pattern.replace("*", str(n)) for n in set(range(config.num_experts)) - found)
-
-
-@contextmanager
-def _without_progress() -> Iterator[None]:
-    """Keeps transformers' bar over the weights from being drawn."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

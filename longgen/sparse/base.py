@@ -47,12 +47,17 @@ class BlockSelection:
 class SparsePolicy(ABC):
     """Chooses the blocks that each full-attention layer reads. Sliding-window layers read their window and never ask.
 
-    A policy that keeps data about blocks keys it by (slot, layer, block) and forgets a slot in `reset`.
+    A policy that keeps data about blocks fills it in `on_block_written`, by (slot, layer, block), and forgets a slot in
+    `reset`.
     """
 
     supports_prefill: bool = True
     supports_decode: bool = True
-    watches_blocks: bool = False  # whether on_block_written is called at all
+
+    @property
+    def watches_blocks(self) -> bool:
+        """Whether the policy has an `on_block_written` of its own; blocks are not prepared for one that has not."""
+        return type(self).on_block_written is not SparsePolicy.on_block_written
 
     def needs_query(self, layer: int, phase: Phase) -> bool:
         """Whether select_blocks wants the layer's queries. If not, loads are planned before the layer runs."""

@@ -10,7 +10,7 @@ import torch
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.passes import Pass
 from longgen.sampling import Sampler, SamplingSettings
-from longgen.sparse.base import SparsePolicy
+from longgen.sparse.base import Phase, SparsePolicy
 
 BLOCK = 16
 
@@ -51,7 +51,8 @@ def feed(engine: Engine, ids: torch.Tensor, chunks: Iterable[int], *, slot: int 
     """Runs ids [1, n] in passes of the given sizes, committed: logits of every token, [1, n, vocab]."""
     logits = []
     for chunk in ids.split(list(chunks), dim=1):
-        with engine.store.begin([(slot, chunk.shape[1])]) as pass_:
+        phase = Phase.DECODE if chunk.shape[1] == 1 else Phase.PREFILL
+        with engine.store.begin([(slot, chunk.shape[1])], phase) as pass_:
             logits.append(forward(engine, pass_, chunk))
             pass_.commit()
     return torch.cat(logits, 1)

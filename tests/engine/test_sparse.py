@@ -58,8 +58,6 @@ class PrefillOnly(WithoutBlock):
 class Watcher(FullAttentionPolicy):
     """Keeps a copy of every block it is shown."""
 
-    watches_blocks = True
-
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -14,7 +14,7 @@ class LazyTransfer(Transfer):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._work: dict[Queue, list[Callable[[], None]]] = {Queue.LOAD: [], Queue.OFFLOAD: []}
+        self._work: dict[Queue, list[Callable[[], object]]] = {Queue.LOAD: [], Queue.OFFLOAD: []}
         self._done = {Queue.LOAD: 0, Queue.OFFLOAD: 0}
 
     def record(self, queue: Queue) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer, Transfer
-from longgen.sparse.base import SparsePolicy
+from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase, SparsePolicy
+from longgen.sparse.full import FullAttentionPolicy
 from tests.kv.lazy_transfer import LazyTransfer
 from tests.kv.mirror import Attended, Mirror, random_step, run_pass
 
@@ -102,6 +104,20 @@ def test_host_memory_is_exact_for_an_announced_request() -> None:
     assert store.host_bytes <= 9 * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2  # full extents only, and no more of them
 
 
+def test_memory_that_cannot_be_had_is_one_error_with_the_bytes() -> None:
+    with pytest.raises(CapacityError, match=r"1 buffers of 4,000,000,000,000,000 tokens, [0-9,]+ bytes, do not fit"):
+        make_store(resident_blocks=10**15)
+
+    class Refusing(LazyTransfer):
+        def allocate_host(self, nbytes: int) -> torch.Tensor:
+            raise OSError("no memory")
+
+    store = make_store(transfer=Refusing())
+    with pytest.raises(CapacityError, match=r"holds 0 bytes of host memory and needs 2,048 more"):
+        store.begin([(0, 1)])
+    assert store.length(0) == 0
+
+
 def test_no_host_memory_when_everything_is_resident() -> None:
     store, mirror = make_store(resident_blocks=10), make_mirror()
     run_pass(store, mirror, [(0, 24)], [24])
@@ -124,7 +140,7 @@ def test_misuse_is_refused_and_leaves_the_store_usable() -> None:
     with pytest.raises(SlotError, match="open"):
         store.begin([(1, 1)])
     with pytest.raises(SlotError, match="open pass"):
-        store.reset(0)
+        store.truncate(0, 0)
     with pytest.raises(LongGenError, match="expects layer 0"):
         pass_.attend(3, torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 1.0)
     with pytest.raises(LongGenError, match="0 of 3"):
@@ -141,6 +157,92 @@ def test_misuse_is_refused_and_leaves_the_store_usable() -> None:
         pass_.commit(2)
     pass_.abort()
     run_pass(store, mirror, [(1, 1)], [1])
+
+
+class FailingPolicy(FullAttentionPolicy):
+    """Fails when it is shown a block, which for decoded tokens is during the commit."""
+
+    fails = True
+
+    def on_block_written(self, slot_id: int, layer: int, block: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        if self.fails:
+            raise ZeroDivisionError
+
+
+def test_a_commit_that_fails_halfway_spoils_its_slot_alone_until_reset() -> None:
+    policy = FailingPolicy()
+    store, mirror = make_store(slots=2, policy=policy), make_mirror()
+    run_pass(store, mirror, [(1, 3)], [3])
+    run_pass(store, mirror, [(0, 3)], [3])
+    with pytest.raises(ZeroDivisionError):
+        run_pass(store, mirror, [(0, 1)], [1])
+    policy.fails = False
+    with pytest.raises(SlotError, match="slot 0 failed halfway"):
+        store.begin([(0, 1)])
+    with pytest.raises(SlotError, match="reset it"):
+        store.truncate(0, 1)
+    run_pass(store, mirror, [(1, 1)], [1])
+    store.reset(0)
+    mirror.truncate(0, 0)
+    run_pass(store, mirror, [(0, 5)], [5])
+
+
+def test_a_reset_aborts_the_pass_that_is_open_over_the_slot() -> None:
+    store, mirror = make_store(), make_mirror()
+    run_pass(store, mirror, [(0, 7)], [7])
+    pass_ = store.begin([(0, 5)])
+    store.reset(0)
+    mirror.truncate(0, 0)
+    with pytest.raises(LongGenError, match="has ended"):
+        pass_.commit()
+    run_pass(store, mirror, [(0, 5)], [5])
+
+
+def test_a_reset_leaves_zeros_on_the_device() -> None:
+    store, mirror = make_store(slots=2, resident_blocks=1), make_mirror()
+    for slot in (0, 1):
+        run_pass(store, mirror, [(slot, 11)], [11])
+    store.reset(0)
+    assert all(not buffer.k.any() and not buffer.v.any() for buffer in store._slot_buffers(0))
+    assert any(buffer.k.any() for buffer in store._slot_buffers(1))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (torch.tensor([0, 1, 3]), "blocks 0 to 3 of slot 0, which has 3"),
+        (torch.tensor([-1]), "blocks -1 to -1"),
+        (torch.tensor([[0, 1], [1, 1]]), "twice"),
+        (range(4), "blocks 0 to 3"),
+    ],
+    ids=str,
+)
+def test_a_selection_of_what_is_not_there_is_refused(blocks: range | torch.Tensor, message: str) -> None:
+    class Fixed(SparsePolicy):
+        supports_prefill = False
+
+        def select_blocks(
+            self, layer: int, phase: Phase, query: torch.Tensor | None, available: AvailableBlocks
+        ) -> BlockSelection:
+            return BlockSelection(blocks)
+
+    store, mirror = make_store(policy=Fixed()), make_mirror()
+    run_pass(store, mirror, [(0, 14)], [14])
+    with pytest.raises(LongGenError, match=message):
+        store.begin([(0, 1)], Phase.DECODE)
+    store.reset(0)
+
+
+def test_a_slot_cut_to_nothing_starts_afresh() -> None:
+    store, mirror = make_store(window_keep=4), make_mirror()
+    for _ in range(4):
+        run_pass(store, mirror, [(0, 24)], [24])
+    store.truncate(0, 0)
+    mirror.truncate(0, 0)
+    run_pass(store, mirror, [(0, 10)], [10])
+    store.truncate(0, 9)
+    mirror.truncate(0, 9)
+    run_pass(store, mirror, [(0, 3)], [3])
 
 
 def test_an_exception_inside_a_pass_aborts_it() -> None:
@@ -191,6 +293,6 @@ def test_plain_copies_give_the_same_as_late_ones() -> None:
         ({"resident_blocks": -1}, "negative"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(sizes: dict[str, object], message: str) -> None:
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_store(**sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,83 @@ def test_code_of_the_checkpoint_is_refused(copy: Copy) -> None:
 def test_quantised_weights_are_refused(copy: Copy) -> None:
     with pytest.raises(CheckpointError, match="fp8"):
         read_config(edit_config(copy(), quantization_config={"quant_method": "fp8"}))
+
+
+def edit_text(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw.get("text_config", raw).update(changes)
+    path.write_text(json.dumps(raw))
+    return folder
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3", {"quantization_config": "fp8"}, r"quantised weights \(fp8\)"),
+        ("qwen3_5", {"quantization_config": "fp8"}, r"quantised weights \(fp8\)"),
+        ("qwen3", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4 in .* multiple of num_key_value_heads, 3"),
+        ("qwen2", {"hidden_size": -64}, "hidden_size is -64"),
+        ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads is 0"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+        ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn .* supported are bfloat16, float16, float32"),
+        ("qwen3_5", {"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+        ("qwen3", {"dtype": 3}, "dtype 3 "),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer 0 is of type 'chunked_attention'"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "layer 1 is of type"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "full_attention or linear_attention"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "no attention layer"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "sliding_window is None"),
+        ("qwen3_moe", {"sliding_window": -5, "use_sliding_window": True}, "sliding_window is -5"),
+        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta is '1e4'"),
+        ("qwen3", {"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta is 1 "),
+        ("qwen3", {"rope_parameters": YARN | {"factor": "4"}}, "factor is '4'"),
+        ("qwen3", {"rope_parameters": YARN | {"factor": 0}}, "factor is 0"),
+        ("qwen3", {"rope_parameters": YARN | {"factor": -1.5}}, "factor is -1.5"),
+        ("qwen3", {"rope_parameters": YARN | {"factor": float("nan")}}, "factor is nan"),
+        ("qwen3", {"rope_parameters": YARN | {"attention_factor": "1"}}, "attention_factor is '1'"),
+        ("qwen3", {"rope_parameters": YARN | {"mscale": "1"}}, "mscale is '1'"),
+        ("qwen3", {"rope_parameters": YARN | {"partial_rotary_factor": "half"}}, "partial_rotary_factor is 'half'"),
+        ("qwen3", {"rope_parameters": YARN | {"partial_rotary_factor": 0.45}}, "rotary angles for 7 of a head's 16"),
+        ("qwen3", {"rope_parameters": YARN | {"mrope_section": [1]}}, r"mrope_section is \[1\]"),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2}}, "factor is -2"),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": None}}, "needs a factor"),
+    ],
+)
+def test_a_config_that_no_model_can_be_made_of_is_refused(
+    copy: Copy, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_config(edit_text(copy(model_type), **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, "qwen3_5_text", [1]])
+def test_a_text_part_that_is_no_object_is_refused(copy: Copy, text: object) -> None:
+    with pytest.raises(CheckpointError, match=r"text_config of .*config\.json is not a JSON object"):
+        read_config(edit_config(copy("qwen3_5"), text_config=text))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deep_is_refused(copy: Copy, file: str) -> None:
+    folder = copy()
+    (folder / file).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=re.escape(file)):
+        load(folder)
+
+
+def test_whatever_the_loading_raises_is_one_line(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the library's own\ncheck")
+
+    monkeypatch.setattr("longgen.model.checkpoint.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(CheckpointError, match=r"do not fit its config\.json: the library's own check"):
+        load(copy())
 
 
 @pytest.mark.parametrize("name", ["type", "rope_type"])
@@ -201,11 +279,26 @@ def test_a_folder_resolves_to_itself(build: Build, monkeypatch: pytest.MonkeyPat
     assert resolve_checkpoint(f"./{folder.name}/").resolve() == folder
 
 
-@pytest.mark.parametrize("name", ["./none", "/none/such", "~/none-such", "a/b/c", "models/", "../none", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "./none",
+        "/none/such",
+        "~/none-such",
+        "a/b/c",
+        "models/",
+        "../none",
+        "",
+        "~nosuchuser/x",
+        "./" + "x" * 300,
+        "out/tinny",
+    ],
+)
 def test_a_path_is_never_taken_for_a_hub_id(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="there is no folder" if name else "name is empty"):
         resolve_checkpoint(name)
 
 
@@ -221,7 +314,8 @@ def test_a_file_and_a_folder_without_config_are_refused(tmp_path: Path) -> None:
 def test_offline_asks_the_cache_only(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("touched the network"))
+    for call in ("getaddrinfo", "socket.connect", "socket.connect_ex"):
+        monkeypatch.setattr(f"socket.{call}", lambda *_, **__: pytest.fail("touched the network"))
     with pytest.raises(CheckpointError, match="offline"):
         resolve_checkpoint("nobody/no-such-checkpoint")
 
@@ -241,10 +335,11 @@ def test_a_hub_id_is_downloaded(build: Build, monkeypatch: pytest.MonkeyPatch, t
     assert asked == [("Qwen/Qwen3-0.6B", False)]
 
 
-def test_a_name_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["not a model!", "x" * 300])
+def test_a_name_that_is_neither_is_refused(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="neither a folder here nor a valid hub id"):
-        resolve_checkpoint("not a model!")
+        resolve_checkpoint(name)
 
 
 def test_tiny_checkpoints_of_unknown_kinds_are_refused(tmp_path: Path) -> None:

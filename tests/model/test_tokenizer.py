@@ -157,9 +157,39 @@ def test_every_eos_id_of_the_generation_config_ends_a_text(
     tokenizer: TextTokenizer, folder: Path, tmp_path: Path
 ) -> None:
     assert tokenizer.eos_ids(folder) == {0, 2}
-    assert tokenizer.eos_ids(tmp_path) == {2}  # no generation_config.json: the tokenizer's own
+    assert tokenizer.eos_ids(tmp_path) == {2}  # neither file: the tokenizer's own
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5, "text_config": {"eos_token_id": [6, 7]}}))
+    assert tokenizer.eos_ids(tmp_path) == {6, 7}  # no generation_config.json: the text model's own
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert tokenizer.eos_ids(tmp_path) == {5}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     assert tokenizer.eos_ids(tmp_path) == {0}
+
+
+@pytest.mark.parametrize("given", ["<|im_end|>", [[1]], {"a": 1}, 1.5, True, -1, [0, None], ["x" * 9999]])
+def test_an_eos_id_of_another_type_is_refused(tokenizer: TextTokenizer, tmp_path: Path, given: object) -> None:
+    for file in ("config.json", "generation_config.json"):
+        (tmp_path / file).write_text(json.dumps({"eos_token_id": given}))
+        with pytest.raises(CheckpointError, match="it must be a token id or a list") as caught:
+            tokenizer.eos_ids(tmp_path)
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for message in messages %}", "Unexpected end of template"),
+        ("{{ raise_exception('only\ntools here') }}", "only tools here"),
+        ("{{ messages[7].content }}", "no element 7"),
+    ],
+)
+def test_a_chat_template_that_fails_is_one_line(folder: Path, tmp_path: Path, template: str, message: str) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "chat_template.jinja").write_text(template)
+    tokenizer = TextTokenizer.load(copied)
+    with pytest.raises(CheckpointError, match=f"chat template of the checkpoint fails: .*{message}.*--raw") as caught:
+        tokenizer.encode("hello", chat=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_generation_settings_are_those_that_are_set(folder: Path, tmp_path: Path) -> None:

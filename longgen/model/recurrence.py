@@ -1,0 +1,70 @@
+"""Which code the recurrent layers of a hybrid model run: the kernels of other packages, or transformers' torch code."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.util import find_spec
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from longgen.errors import UsageError
+from longgen.model.text_config import HYBRID_TYPES
+
+# What a gated-delta layer's forward calls, and the packages whose kernels transformers puts in their place.
+_FUNCTIONS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+)
+_PACKAGES = ("fla", "causal_conv1d")
+
+
+def slow_recurrence_note(config: Any, device: torch.device) -> str | None:
+    """What to tell the user if kernels that are not installed would make the model faster on `device`; else None."""
+    if config.model_type in HYBRID_TYPES and device.type == "cuda" and find_spec("fla") is None:
+        return "flash-linear-attention is not installed: recurrent layers run on slower torch code"
+    return None
+
+
+def use_torch_code(model: nn.Module) -> None:
+    """Makes the recurrent layers of `model` run on torch code, for a device that the kernels cannot run on.
+
+    Where flash-linear-attention or causal-conv1d can be imported, transformers calls their kernels on any device, and
+    they fail on tensors of the CPU. It keeps the torch function of each as `__wrapped__`. A layer's forward finds the
+    functions among the names of its module, so every layer of this model gets a forward with names of its own; other
+    models of the process are left as they are.
+
+    Raises:
+        UsageError: kernels are installed and this version of transformers does not let them be avoided.
+    """
+    changed = [_use_torch_functions(module) for module in model.modules()]
+    installed = [package for package in _PACKAGES if find_spec(package) is not None]
+    if installed and not any(changed):
+        raise UsageError(
+            f"recurrent layers cannot run on the CPU while {', '.join(installed)} is installed, whose kernels need a "
+            "GPU; use --device cuda, or an environment without it"
+        )
+
+
+def _use_torch_functions(module: nn.Module) -> bool:
+    """Whether `module` calls any of _FUNCTIONS; its forward then calls their torch code."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType):
+        return False
+    code, names = forward.__code__, forward.__globals__
+    called = {name: names[name] for name in _FUNCTIONS if name in code.co_names and name in names}
+    torch_functions = {name: function.__wrapped__ for name, function in called.items() if _is_wrapped(function)}
+    if not called or len(torch_functions) < len(called):
+        return False
+    own = FunctionType(code, names | torch_functions, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(own, module)
+    return True
+
+
+def _is_wrapped(function: Any) -> bool:
+    return callable(getattr(function, "__wrapped__", None))

@@ -1,0 +1,1 @@
+"""How the demo checkpoint is made: text, data, optimiser, training, evaluation."""

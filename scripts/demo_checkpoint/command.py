@@ -1,0 +1,88 @@
+"""The command line of the training script: options, training, evaluation, one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from demo_checkpoint.data import STAGES
+from demo_checkpoint.evaluate import evaluate, report
+from demo_checkpoint.model import make_model, save_checkpoint
+from demo_checkpoint.train import TrainOptions, scaled, train
+from longgen.config import parse_length
+from longgen.engine import EngineOptions
+from longgen.model.checkpoint import DEMO_FOLDER
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder to write (default: the shipped one)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")
+    parser.add_argument("--steps-scale", type=float, default=1.0, help="multiplies the steps of every stage")
+    parser.add_argument("--stages", type=int, default=len(STAGES), help="train only the first so many stages")
+    parser.add_argument("--tokens", type=int, default=None, help="bytes in a step (CPU 8192, GPU 32768)")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices")
+    parser.add_argument("--anneal", type=float, default=0.4, help="share of all steps in which the rate falls to 0")
+    parser.add_argument("--workers", type=int, default=None, help="processes that make data (CPU 0, GPU the cores)")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (default: on the CPU)"
+    )
+    parser.add_argument("--evaluate-only", action="store_true", help="only evaluate the folder that is there")
+    parser.add_argument("--eval-lengths", default=None, help="such as 1K,8K,64K (CPU to 32K, GPU to 512K); '' for none")
+    parser.add_argument("--eval-depths", type=int, default=10, help="documents of each sort at each length")
+    return parser.parse_args()
+
+
+def main(description: str | None) -> None:
+    args = parse(description)
+    device = EngineOptions(device=args.device).torch_device()
+    on_gpu = device.type == "cuda"
+    start = time.monotonic()
+    if not args.evaluate_only:
+        _train(args, device)
+    trained = time.monotonic() - start
+    lengths = args.eval_lengths
+    if lengths is None:
+        lengths = "1K,8K,64K,512K" if on_gpu else "1K,8K,32K"
+    sizes = [parse_length(length) for length in lengths.split(",") if length]
+    rows = report(evaluate(args.out, args.device, sizes, args.eval_depths, args.seed)) if sizes else []
+    summary = {
+        "folder": str(args.out),
+        "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "seed": args.seed,
+        "train_seconds": round(trained, 1),
+        "rows": [asdict(row) for row in rows],
+    }
+    print(json.dumps(summary))
+
+
+def _train(args: argparse.Namespace, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    cores = len(os.sched_getaffinity(0))
+    compiled = args.compile
+    if compiled is None:
+        compiled = not on_gpu and bool(shutil.which("g++")) and importlib.util.find_spec("torch._inductor") is not None
+    options = TrainOptions(
+        tokens=args.tokens or (32768 if on_gpu else 8192),
+        lr=args.lr,
+        anneal=args.anneal,
+        seed=args.seed,
+        workers=args.workers if args.workers is not None else (max(1, min(12, cores - 2)) if on_gpu else 0),
+        compiled=compiled,
+    )
+    stages = scaled(STAGES[: args.stages], args.steps_scale)
+    model = make_model(device, args.seed)
+    count = sum(weight.numel() for weight in model.parameters())
+    print(f"{count:,} parameters on {device}; {options}", file=sys.stderr)
+    train(model, stages, options, device, lambda stage: save_checkpoint(model, args.out))

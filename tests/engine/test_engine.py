@@ -1,0 +1,112 @@
+"""The engine as a library: what it tells a policy, errors inside a pass, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longgen.engine import EngineOptions
+from longgen.errors import SlotError, UsageError
+from longgen.sampling import Sampler, SamplingSettings
+from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase
+from longgen.sparse.full import FullAttentionPolicy
+from tests.checkpoints import Build, random_ids
+from tests.engine.running import open_engine
+
+
+class Recorder(FullAttentionPolicy):
+    """Takes down what it is asked in layer 0."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Phase, int]] = []
+
+    def select_blocks(
+        self, layer: int, phase: Phase, query: torch.Tensor | None, available: AvailableBlocks
+    ) -> BlockSelection:
+        if layer == 0:
+            self.asked.append((phase, available.count))
+        return super().select_blocks(layer, phase, query, available)
+
+
+def test_the_rest_of_a_prompt_is_prefill_however_short(build: Build) -> None:
+    policy = Recorder()
+    engine = open_engine(build("qwen3"), policy=policy)
+    engine.prefill(random_ids(67)[0].tolist())
+    engine.decode_step(5)
+    assert policy.asked == [(Phase.PREFILL, 0), (Phase.PREFILL, 4), (Phase.DECODE, 4)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
+def test_an_error_inside_the_model_leaves_the_slot_as_it_was(
+    build: Build, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = random_ids(90)[0]
+    expected = open_engine(build(kind)).prefill(ids)
+    engine = open_engine(build(kind))
+    engine.prefill(ids[:64])
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.provider.model.model.norm, "forward", fail)
+        engine.extend(ids[:20] + 1)
+    assert engine.store.length(0) == 64
+    torch.testing.assert_close(engine.extend(ids[64:]), expected, atol=1e-4, rtol=0)
+
+
+def test_reset_all_empties_every_slot(build: Build) -> None:
+    engine = open_engine(build("qwen3"), slots=2)
+    for slot in (0, 1):
+        engine.prefill(random_ids(40)[0].tolist(), slot)
+    engine.reset_all()
+    assert [engine.store.length(slot) for slot in (0, 1)] == [0, 0]
+
+
+def test_progress_is_told_in_order_and_to_the_end(build: Build) -> None:
+    told: list[int] = []
+    open_engine(build("qwen3")).prefill(random_ids(150)[0].tolist(), on_chunk=told.append)
+    assert told == [64, 128, 150]
+
+
+def test_a_stop_id_ends_the_answer_and_is_not_part_of_it(build: Build) -> None:
+    engine, prompt = open_engine(build("qwen3")), random_ids(40)[0].tolist()
+
+    def run(stop_ids: tuple[int, ...]) -> tuple[list[int], str | None]:
+        sampler = Sampler(SamplingSettings(), seed=0)
+        generation = engine.generate(prompt, max_new_tokens=8, stop_ids=stop_ids, sampler=sampler)
+        return list(generation), generation.finish_reason
+
+    whole, reason = run(())
+    assert (len(whole), reason) == (8, "length")
+    stop = whole[5]
+    assert run((stop,)) == (whole[: whole.index(stop)], "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_size": 1000}, "multiple of the block size 1024"),
+        ({"device": "cuda:999"}, "torch sees"),
+        ({"device": "cuda:-1"}, "not one of"),
+        ({"device": "tpu"}, "not one of"),
+        ({"dtype": "int8"}, "not one of"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(build: Build, options: dict[str, object], message: str) -> None:
+    chosen = EngineOptions(**options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=message):
+        if "dtype" in options:
+            chosen.torch_dtype()
+        chosen.chunk_tokens()
+        chosen.torch_device()
+
+
+def test_misuse_names_the_slot(build: Build) -> None:
+    engine = open_engine(build("qwen3"))
+    with pytest.raises(SlotError, match="slot 3"):
+        engine.prefill([1, 2], 3)
+    with pytest.raises(SlotError, match="slot 0 before prefill"):
+        engine.decode_step(1)
+    with pytest.raises(UsageError, match="empty prompt"):
+        engine.prefill([])

@@ -1,0 +1,88 @@
+"""gpu_check.py with tiny sizes on the CPU: what it measures means nothing there, but it must run and tell."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture
+def gpucheck(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the script's package, as the script does."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return lambda name: importlib.import_module(f"gpucheck.{name}")
+
+
+def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--small", "--device", "cpu", "--json", str(file)]
+    done = subprocess.run([*command, "--only", "memory,speed,stress"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads(file.read_text())
+    assert list(result["sections"]) == ["memory", "speed", "stress"]
+    assert all(section["ok"] for section in result["sections"].values())
+    assert result["sections"]["stress"]["passed"] == 10
+    for prompt in result["sections"]["memory"]["prompts"]:
+        assert prompt["host_bytes"] == prompt["kv_bytes"]
+    assert [row["what"] for row in result["sections"]["speed"]["rows"]] == ["prefill", "decode step"] * 3
+
+
+def test_unknown_sections_and_missing_devices_are_refused() -> None:
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--only"]
+    done = subprocess.run([*command, "speed,sped"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "sped" in done.stderr
+    if not torch.cuda.is_available():
+        done = subprocess.run([*command, "speed"], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and "no CUDA device" in done.stderr
+
+
+def test_a_report_of_tests_is_read(gpucheck: Any, tmp_path: Path) -> None:
+    report = tmp_path / "junit.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure message="assert 1 == 2&#10;more"/></testcase>'
+        '<testcase classname="a" name="broken"><error message="boom"/></testcase>'
+        '<testcase classname="a" name="left"><skipped message="no tool"/></testcase></testsuite></testsuites>'
+    )
+    data = gpucheck("suite").read_report(report)
+    assert (data["passed"], data["failed"], data["skipped"]) == (1, 2, 1)
+    assert data["failures"] == [
+        {"test": "a.bad", "message": "assert 1 == 2"},
+        {"test": "a.broken", "message": "boom"},
+    ]
+    assert data["skip_reasons"] == {"no tool": 1}
+
+
+def test_work_counts_every_pair_and_every_byte(gpucheck: Any) -> None:
+    shape, report = gpucheck("shape"), gpucheck("report")
+    settings = report.Settings(torch.device("cpu"), small=True)
+    engine = shape.open_engine(shape.make_provider(settings), settings, resident_blocks=2)
+    layers, q_heads, kv_heads, head_dim, block, chunk = 2, 16, 8, 16, 16, 64
+    token_bytes = layers * 2 * kv_heads * head_dim * 2
+    work = shape.prefill_work(engine, 130)
+    assert work.attention_flop == sum(4 * q_heads * head_dim * layers * (i + 1) for i in range(130))
+    assert work.loaded == token_bytes * ((chunk - 2 * block) + (2 * chunk - 2 * block))
+    assert work.offloaded == token_bytes * (130 - 2 * block)
+    weights = sum(p.numel() for n, p in engine.provider.model.named_parameters() if p.ndim == 2 and "embed" not in n)
+    head = 64 * 320
+    assert work.linear_flop == 2 * weights * 130 + 3 * 2 * head
+    step = shape.decode_work(engine, 130)
+    assert step.attention_flop == 4 * q_heads * head_dim * layers * 131
+    assert step.loaded == token_bytes * (8 - 2) * block
+    assert step.read == token_bytes * 130 + 2 * (weights + head)
+
+
+def test_the_case_for_the_memory_checker_agrees_with_the_reference() -> None:
+    command = [sys.executable, str(SCRIPTS / "gpucheck" / "sanitizer_case.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "agrees with the reference" in done.stdout, done.stdout + done.stderr
