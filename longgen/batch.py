@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.config import Settings, sampling_settings
 from longgen.errors import CheckpointError, LongGenError, OutputError, UsageError
+from longgen.names import checkpoint_name
 from longgen.progress import PrefillProgress
 from longgen.requests import Request
 from longgen.sampling import Sampler, SamplingSettings, record_seed
 
 if TYPE_CHECKING:
-    from longgen.engine import Engine
+    from longgen.engine import Engine, EngineOptions
     from longgen.model.tokenizer import DecodeStream, TextTokenizer
 
 _SLOT = 0
@@ -47,7 +49,7 @@ class RunOptions:
 
 
 def run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
-    """Answer the requests from the checkpoint `model`, a folder or a hub id: texts to `out` as UTF-8, notices to `err`.
+    """Answer the requests from a checkpoint (folder, hub id or short name): texts to `out` as UTF-8, notices to `err`.
 
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.
@@ -59,22 +61,17 @@ def run(model: str, requests: Sequence[Request], settings: Settings, out: Binary
 
 
 def _run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
-    from longgen.engine import Engine, EngineOptions
+    from longgen.engine import Engine
     from longgen.model.checkpoint import read_config, resolve_checkpoint
     from longgen.model.recurrence import slow_recurrence_note
     from longgen.model.rope import trained_window
+    from longgen.model.shards import check_shards
     from longgen.model.tokenizer import TextTokenizer, generation_settings
 
-    engine_options = EngineOptions(
-        device=settings.device,
-        dtype=settings.dtype,
-        block_size=settings.block_size,
-        chunk_size=settings.chunk_size,
-        resident_blocks=settings.resident_blocks,
-    )
-    engine_options.chunk_tokens()  # raises for a chunk that is not a multiple of the block
-    folder = resolve_checkpoint(model)
+    engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
+    folder = resolve_checkpoint(checkpoint_name(model))
     config = read_config(folder)
+    check_shards(folder)
     sampling = sampling_settings(settings, generation_settings(folder))
     tokenizer = TextTokenizer.load(folder)
     chat = tokenizer.has_chat_template if settings.chat is None else settings.chat
@@ -90,10 +87,51 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     check_lengths(jobs, options.cap, trained=settings.max_len is None)
     check_vocabulary(jobs, config.vocab_size)
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
-    engine = Engine.load(folder, engine_options)
+    engine = Engine.load(folder, planned_options(model, config, jobs, settings, options.cap, err))
     if note := slow_recurrence_note(config, engine.provider.device):
         print(f"longgen: note: {note}", file=err)
     return run_jobs(engine, tokenizer, jobs, options, out, err)
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """How the engine is built as far as the settings say."""
+    from longgen.engine import EngineOptions
+
+    return EngineOptions(
+        device=settings.device, dtype=settings.dtype, block_size=settings.block_size, chunk_size=settings.chunk_size
+    )
+
+
+def planned_options(
+    model: str, config: Any, jobs: Sequence[Job], settings: Settings, cap: int, err: TextIO
+) -> EngineOptions:
+    """Plans memory for the longest job, says so in three lines on `err`, and returns how the engine is to be built.
+
+    Raises CapacityError if it does not fit.
+    """
+    from longgen.kv.plan import Planner, PlanOptions
+    from longgen.model.shape import model_shape
+    from longgen.planning import Limits, hold_to, run_machine, summary
+
+    options = engine_options(settings)
+    device = options.torch_device()
+    shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
+    machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
+    choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
+    sizes = [(len(job.prompt), min(settings.max_new_tokens, cap - len(job.prompt))) for job in jobs]
+    plan = Planner(shape, machine, choices).plan(*max(sizes, key=sum))
+    for line in summary(plan):
+        print(f"longgen: {line}", file=err)
+    hold_to(plan, settings.gpu_memory, device)
+    chosen = plan.sizes
+    return replace(
+        options,
+        chunk_size=chosen.chunk_tokens,
+        resident_blocks=plan.resident_blocks,
+        ring_entries=chosen.ring_entries,
+        ring_blocks=chosen.run_blocks,
+        prefill_depth=chosen.prefill_depth,
+    )
 
 
 def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:

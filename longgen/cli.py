@@ -12,12 +12,20 @@ from typing import Annotated
 import typer
 
 import longgen
-from longgen.config import load_settings
+from longgen.config import load_settings, parse_length
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.requests import read_requests
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(metavar="AMOUNT|FRACTION", help="GPU memory of the whole process: 24GiB, or 0.5 of the card."),
+]
+CpuMemory = Annotated[
+    str | None, typer.Option(metavar="AMOUNT", help="Host memory for the run, e.g. 96GiB. Default: what is available.")
+]
 
 app = typer.Typer(
     add_completion=False,
@@ -45,7 +53,9 @@ def _common(
 
 @app.command()
 def run(
-    model: Annotated[str, typer.Option(metavar="DIR|HUB_ID", help="Checkpoint folder, or its id on the hub.")],
+    model: Annotated[
+        str, typer.Option(metavar="DIR|HUB_ID|NAME", help="Checkpoint folder, its id on the hub, or a short name.")
+    ],
     prompt: Annotated[
         list[str], typer.Option(metavar="FILE|-", help="UTF-8 text file, or - for standard input. May be repeated.")
     ],
@@ -71,8 +81,10 @@ def run(
         str | None, typer.Option(metavar="LENGTH", help="Tokens prefilled in one pass, a multiple of the block.")
     ] = None,
     resident_blocks: Annotated[
-        str | None, typer.Option(metavar="N", help="Blocks of each layer kept on the device. Default: 0.")
+        str | None, typer.Option(metavar="N", help="Blocks of each layer kept on the device. Default: what fits.")
     ] = None,
+    gpu_memory: GpuMemory = None,
+    cpu_memory: CpuMemory = None,
     config: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Settings file; flags come before it. See configs/default.yaml.")
     ] = None,
@@ -101,6 +113,60 @@ def run(
         from longgen import batch
 
         raise typer.Exit(batch.run(model, requests, settings, sys.stdout.buffer, sys.stderr))
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|HUB_ID|NAME|YAML", help="Of which only the config is read. Default: all models with a name."
+        ),
+    ] = None,
+    max_len: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTH[,...]", help="Prompt + generated tokens, as 4M,1M. Default: the trained window."),
+    ] = None,
+    max_new_tokens: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Of these, generated ones. Default: 256.")
+    ] = None,
+    gpu_memory: GpuMemory = None,
+    cpu_memory: CpuMemory = None,
+    h2d_gbps: Annotated[
+        float | None, typer.Option(metavar="X", help="Rate of copies to the GPU in GB/s. Default: an H200's.")
+    ] = None,
+    tflops: Annotated[
+        str | None,
+        typer.Option(metavar="X[,Y]", help="TFLOP/s of attention and of matrix products. Default: an H200's."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="auto|bfloat16|float16|float32", help="Default: auto.")] = None,
+    block_size: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Tokens in a block of the KV cache. Default: 1024.")
+    ] = None,
+    chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
+    resident_blocks: Annotated[str | None, typer.Option(metavar="N", help="Default: what fits.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a request needs and how long it will take, without weights and without a GPU."""
+    names = ("max_new_tokens", "gpu_memory", "cpu_memory", "dtype", "block_size", "chunk_size", "resident_blocks")
+    given = locals()
+    settings = load_settings(None, {name: given[name] for name in names})
+
+    from longgen import reports
+
+    lengths = [parse_length(text) for text in max_len.split(",")] if max_len else []
+    limits = reports.limits_of(settings, h2d_gbps, tflops)
+    with _stopping():
+        raise typer.Exit(reports.plan(model, lengths, settings, limits, as_json, sys.stdout, sys.stderr))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what this machine has, what is missing, and what each means."""
+    from longgen import doctor as examination
+
+    with _stopping():
+        examination.report(as_json, sys.stdout)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from longgen.errors import UsageError
+from longgen.units import parse_bytes, parse_bytes_or_fraction
 
 if TYPE_CHECKING:
     from longgen.sampling import SamplingSettings
@@ -44,8 +45,11 @@ class Settings:
     chat: whether the prompt is wrapped in the checkpoint's chat template; None wraps it where there is one.
     device: "auto", "cpu", "cuda" or "cuda:N".   dtype: "auto", "bfloat16", "float16" or "float32".
     block_size: tokens of one layer in a block of the KV cache.
-    chunk_size: tokens prefilled in one pass, a multiple of block_size; None leaves the choice to the engine.
-    resident_blocks: blocks of each layer that stay on the device.
+    chunk_size: tokens prefilled in one pass, a multiple of block_size; None leaves the choice to the memory plan.
+    resident_blocks: blocks of each layer that stay on the device; None leaves the choice to the memory plan.
+    gpu_memory: device memory for the whole process, in bytes or as a fraction (a float) of the card; None is all that
+        is free.
+    cpu_memory: host memory for the run, in bytes; None is what the machine has to give.
     seed: start of the random numbers; each request has its own, made from this and its id.
     sampling: "greedy", or "checkpoint" for the settings in the checkpoint's generation_config.json.
     temperature, top_k, top_p, min_p, repetition_penalty: see longgen.sampling; None leaves it to `sampling`.
@@ -59,7 +63,9 @@ class Settings:
     dtype: str = "auto"
     block_size: int = 1024
     chunk_size: int | None = None
-    resident_blocks: int = 0
+    resident_blocks: int | None = None
+    gpu_memory: int | float | None = None
+    cpu_memory: int | None = None
     seed: int = 0
     sampling: str = "greedy"
     temperature: float | None = None
@@ -173,6 +179,8 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         "block_size": parse_length,
         "chunk_size": parse_length,
         "resident_blocks": _whole,
+        "gpu_memory": parse_bytes_or_fraction,
+        "cpu_memory": parse_bytes,
         "seed": _whole,
         "sampling": _word("greedy", "checkpoint"),
         "temperature": _number,

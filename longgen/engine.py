@@ -11,7 +11,7 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.errors import SlotError, UsageError
 from longgen.kv.layout import KVLayout
-from longgen.kv.parts import StoreSizes
+from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.model.checkpoint import read_config
@@ -33,6 +33,7 @@ class EngineOptions:
         chunk_size: tokens in a prefill chunk, a multiple of the block size; None: about 4096.
         resident_blocks: first blocks of every layer kept on the device.
         ring_entries, ring_blocks: entries of the ring buffer and blocks in each.
+        prefill_depth: layers whose chunk can wait for its offload.
         slots: requests alive at once.
     """
 
@@ -43,6 +44,7 @@ class EngineOptions:
     resident_blocks: int = 0
     ring_entries: int = 4
     ring_blocks: int = 16
+    prefill_depth: int = 2
     slots: int = 1
 
     def chunk_tokens(self) -> int:
@@ -52,6 +54,19 @@ class EngineOptions:
         if self.chunk_size < 1 or self.chunk_size % self.block_size:
             raise UsageError(f"chunk size {self.chunk_size} is not a multiple of the block size {self.block_size}")
         return self.chunk_size
+
+    def store_sizes(self) -> StoreSizes:
+        """The sizes that a store is built with. Raises UsageError as `chunk_tokens`."""
+        return StoreSizes(
+            slots=self.slots,
+            chunk_tokens=self.chunk_tokens(),
+            ring_entries=self.ring_entries,
+            run_blocks=self.ring_blocks,
+            prefill_depth=self.prefill_depth,
+            decode_tokens=min(16, self.block_size),
+            resident_blocks=self.resident_blocks,
+            window_keep=self.block_size,
+        )
 
     def torch_dtype(self) -> torch.dtype:
         """The dtype named. Raises UsageError for another name."""
@@ -108,15 +123,7 @@ class Engine:
         layout = KVLayout(
             provider.layer_specs(), provider.kv_heads, provider.head_dim, provider.dtype, options.block_size
         )
-        sizes = StoreSizes(
-            slots=options.slots,
-            chunk_tokens=options.chunk_tokens(),
-            ring_entries=options.ring_entries,
-            run_blocks=options.ring_blocks,
-            decode_tokens=min(16, options.block_size),
-            resident_blocks=options.resident_blocks,
-            window_keep=options.block_size,
-        )
+        sizes = options.store_sizes()
         kernels = default_kernels(provider.device)
         groups = provider.config.num_attention_heads // provider.kv_heads
         windowed = bool(layout.window_layers)

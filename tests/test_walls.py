@@ -13,7 +13,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 MODEL_LIBRARIES = frozenset({"transformers", "tokenizers", "huggingface_hub"})
 STREAM_NAMES = frozenset({"Stream", "Event", "current_stream", "synchronize", "stream", "set_stream", "default_stream"})
-KV_FACTS = frozenset({"layout", "budget", "plan"})  # the modules of longgen/kv that only describe or compute
+# The modules of longgen/kv that only describe or compute.
+KV_FACTS = frozenset({"shape", "sizes", "layout", "budget", "plan", "predict"})
 # What a module may call for a value that it keeps; anything else called at module level may hold state.
 CONSTANT_MAKERS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "slice", "compile", "Path", "TypeVar", "namedtuple", "auto", "field"}

@@ -12,6 +12,7 @@ import torch
 
 from longgen.errors import CapacityError
 from longgen.kv.layout import KVLayout
+from longgen.kv.sizes import window_capacity, window_scratch
 from longgen.kv.transfer import Event
 
 
@@ -119,20 +120,16 @@ class ResidentTier:
 
 
 class WindowBuffers:
-    """The last tokens of every sliding-window layer, circular: position p lies at p % capacity.
-
-    The capacity is the window's past, the largest pass and `keep` tokens more, so that no pass overwrites what it,
-    its abort, or a truncation by up to `keep` tokens still needs.
-    """
+    """The last tokens of every sliding-window layer, circular: position p lies at p % window_capacity(...)."""
 
     def __init__(self, layout: KVLayout, *, slots: int, pass_tokens: int, keep: int, device: torch.device) -> None:
         self._windows = {layer.index: layer.window or 0 for layer in layout.window_layers}
-        self._capacity = {index: window - 1 + pass_tokens + keep for index, window in self._windows.items()}
+        self._capacity = {index: window_capacity(window, pass_tokens, keep) for index, window in self._windows.items()}
         self._buffers = tuple(
             {index: _kv_buffers(1, layout, size, device)[0] for index, size in self._capacity.items()}
             for _ in range(slots)
         )
-        longest = max((window - 1 + pass_tokens for window in self._windows.values()), default=0)
+        longest = window_scratch(tuple(self._windows.values()), pass_tokens)
         self._scratch = _kv_buffers(1, layout, longest, device)[0]
         self._device = device
 

@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache: which layers, how large, in what units."""
+"""The shape of a model's KV cache: which layers, how large, of what type, in what units."""
 
 from __future__ import annotations
 
@@ -6,25 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from longgen.errors import UsageError
+from longgen.kv.shape import AttentionLayer, KVShape
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """One attention layer of the model.
-
-    Attributes:
-        index: layer index in the model (recurrent layers are counted, but have no entry here).
-        window: keys a query sees, itself included (sliding-window attention); None: every earlier key.
-    """
-
-    index: int
-    window: int | None = None
+__all__ = ["AttentionLayer", "KVLayout"]
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token's KV looks like, and how tokens are grouped into blocks.
+    """What one token's KV looks like, and how tokens are grouped into blocks: a KVShape whose numbers have a type.
 
     Attributes:
         layers: the attention layers, in model order.
@@ -40,29 +29,33 @@ class KVLayout:
     block_size: int
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise UsageError(f"block size {self.block_size} is not a positive number of tokens")
+        _ = self.shape  # which checks the numbers
+
+    @property
+    def shape(self) -> KVShape:
+        """The same without torch, for arithmetic."""
+        return KVShape(self.layers, self.kv_heads, self.head_dim, self.dtype.itemsize, self.block_size)
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Model indices of the layers that attend to every earlier token: the ones whose KV lives in blocks."""
-        return tuple(layer.index for layer in self.layers if layer.window is None)
+        """See KVShape.full_layers."""
+        return self.shape.full_layers
 
     @property
     def window_layers(self) -> tuple[AttentionLayer, ...]:
-        """The sliding-window layers: their last tokens stay on the device."""
-        return tuple(layer for layer in self.layers if layer.window is not None)
+        """See KVShape.window_layers."""
+        return self.shape.window_layers
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.shape.token_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of K and V of one block of one layer."""
-        return self.block_size * self.token_bytes
+        return self.shape.block_bytes
 
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_size)
+        return self.shape.blocks_for(tokens)

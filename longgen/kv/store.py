@@ -9,9 +9,10 @@ from longgen.errors import CapacityError, SlotError
 from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
 from longgen.kv.host_cache import HostCache
 from longgen.kv.layout import KVLayout
-from longgen.kv.parts import StoreParts, StoreSizes
+from longgen.kv.parts import StoreParts
 from longgen.kv.passes import Pass
 from longgen.kv.schedule import Member
+from longgen.kv.sizes import StoreSizes
 from longgen.kv.slots import Slot, SlotTable
 from longgen.kv.transfer import Transfer
 from longgen.sparse.base import Phase, SparsePolicy
@@ -34,12 +35,12 @@ class KVStore:
         policy: SparsePolicy | None = None,
     ) -> None:
         """Allocates every device buffer. `policy` None is full attention."""
-        sizes.check(layout)
+        sizes.check(layout.shape)
         self.layout, self.sizes, self.transfer = layout, sizes, transfer
         self.slots = SlotTable(sizes.slots)
         self._full = FullAttentionPolicy()
         self._open: Pass | None = None
-        device, resident = transfer.device, sizes.resident_by_layer(layout)
+        device, resident = transfer.device, sizes.resident_by_layer(layout.shape)
         self._parts = StoreParts(
             layout=layout,
             sizes=sizes,
@@ -60,7 +61,7 @@ class KVStore:
             windows=WindowBuffers(
                 layout,
                 slots=sizes.slots,
-                pass_tokens=max(sizes.chunk_tokens, sizes.decode_tokens),
+                pass_tokens=sizes.pass_tokens,
                 keep=sizes.window_keep,
                 device=device,
             ),

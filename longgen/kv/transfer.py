@@ -29,6 +29,11 @@ class Transfer(ABC):
 
     device: torch.device
 
+    @property
+    def pinning_refusal(self) -> str | None:
+        """Why host memory is not pinned though copies would be faster if it were; None if nothing was refused."""
+        return None
+
     @abstractmethod
     def record(self, queue: Queue) -> Event:
         """An event that is reached when all work now on `queue` is done."""
@@ -100,6 +105,10 @@ class CudaTransfer(Transfer):
         self.device = device
         self._streams = {Queue.LOAD: torch.cuda.Stream(device), Queue.OFFLOAD: torch.cuda.Stream(device)}
         self._pinned = PinnedMemory()
+
+    @property
+    def pinning_refusal(self) -> str | None:
+        return self._pinned.refused
 
     def record(self, queue: Queue) -> Event:
         event = torch.cuda.Event()

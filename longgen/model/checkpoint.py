@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +17,9 @@ from longgen.model.adapter import ATTENTION_NAME, register_attention
 from longgen.model.files import read_json_object
 from longgen.model.quiet import quiet_transformers
 from longgen.model.rope import check_rope
-from longgen.model.shards import check_shards, reason
+from longgen.model.shards import listed, reason
 from longgen.model.text_config import check_shape
+from longgen.model.weights import check_weights
 
 TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Vision-language folders, of which the text part is used.
@@ -41,6 +43,11 @@ def resolve_checkpoint(name: str) -> Path:
     Raises:
         CheckpointError: no such folder, or the hub id cannot be had.
     """
+    return _local_folder(name) or _from_hub(name)
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that a name is the path of, or the checkpoint that ships; None for what can only be a hub id."""
     if not name:
         raise CheckpointError("the model's name is empty; give a checkpoint folder or a hub id")
     try:
@@ -50,9 +57,7 @@ def resolve_checkpoint(name: str) -> Path:
     # os.path takes a name that the file system refuses, a very long one say, for one that is not there.
     if os.path.exists(path) or not _may_be_hub_id(name):
         return _checked_folder(path)
-    if name == DEMO_NAME:
-        return _demo_folder()
-    return _from_hub(name)
+    return _demo_folder() if name == DEMO_NAME else None
 
 
 def _demo_folder() -> Path:
@@ -80,8 +85,28 @@ def _checked_folder(path: Path) -> Path:
     return path
 
 
+def resolve_config(name: str) -> Path:
+    """A folder with the config.json of a checkpoint named as in `resolve_checkpoint`; of a hub id, only that is had.
+
+    Raises:
+        CheckpointError: as `resolve_checkpoint`.
+    """
+    folder = _local_folder(name)
+    if folder is not None:
+        return folder
+    from huggingface_hub import hf_hub_download
+
+    return Path(_asked_of_hub(hf_hub_download, name, filename="config.json")).parent
+
+
 def _from_hub(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
+
+    return _checked_folder(Path(_asked_of_hub(snapshot_download, repo_id, allow_patterns=list(_DOWNLOADED))))
+
+
+def _asked_of_hub(download: Callable[..., str], repo_id: str, **options: Any) -> str:
+    """What a download function of the hub's library returns; CheckpointError for whatever it raises."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     offline = any(
@@ -89,7 +114,7 @@ def _from_hub(repo_id: str) -> Path:
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
     try:
-        folder = snapshot_download(repo_id, allow_patterns=list(_DOWNLOADED), local_files_only=offline)
+        return download(repo_id, local_files_only=offline, **options)
     except HFValidationError as error:
         raise CheckpointError(f"{repo_id!r} is neither a folder here nor a valid hub id") from error
     except LocalEntryNotFoundError as error:
@@ -100,7 +125,6 @@ def _from_hub(repo_id: str) -> Path:
     # Whatever the hub, the proxy or the disk answers, the user needs one line, not a traceback.
     except Exception as error:
         raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {reason(error)}") from error
-    return _checked_folder(Path(folder))
 
 
 def read_config(folder: Path) -> Any:
@@ -116,17 +140,21 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(
             f"model type {kind!r} of {folder} is not supported; supported are {', '.join(SUPPORTED_TYPES)}"
         )
-    if raw.get("auto_map"):
-        raise CheckpointError(
-            f"{folder / 'config.json'} asks for Python code of its own (auto_map), which is never run"
-        )
     text = raw.get("text_config", {}) if kind in VISION_TYPES else raw
     if not isinstance(text, dict):
         raise CheckpointError(f"text_config of {folder / 'config.json'} is not a JSON object")
+    if raw.get("auto_map") or text.get("auto_map"):
+        raise CheckpointError(
+            f"{folder / 'config.json'} asks for Python code of its own (auto_map), which is never run; use a "
+            "checkpoint without it"
+        )
     quantised = raw.get("quantization_config") or text.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
-        raise CheckpointError(f"{folder} holds quantised weights ({method}); use the checkpoint that is not quantised")
+        raise CheckpointError(
+            f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
+            "quantised"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The config classes validate with errors of several libraries; each means the same to the user.
@@ -163,7 +191,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
         CheckpointError: as read_config, or weights that are missing, truncated or of the wrong shape.
     """
     config = read_config(folder)
-    check_shards(folder)
+    check_weights(folder, config)
     register_attention()
     with quiet_transformers():
         model, report = _from_pretrained(folder, config, dtype)
@@ -198,15 +226,9 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Mo
 
 
 def _check_report(folder: Path, report: dict[str, Any]) -> None:
-    """transformers fills what is missing with random numbers and only logs it."""
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} weights that config.json calls for are missing in {folder}: {', '.join(missing[:4])}"
-            f"{', ...' if len(missing) > 4 else ''}"
-        )
-    mismatched = sorted(str(key) for key in report["mismatched_keys"])
-    if mismatched:
-        raise CheckpointError(
-            f"{len(mismatched)} weights in {folder} have the wrong shape: {', '.join(mismatched[:4])}"
-        )
+    """What the check before loading must have found already: transformers fills what is missing with random numbers
+    and only logs it."""
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(str(key) for key in report[kind])
+        if names:
+            raise CheckpointError(f"the weights in {folder} do not fit its config.json: {kind} {listed(names)}")

@@ -93,7 +93,7 @@ def _outside(tokens: int, block: int, resident_blocks: int) -> int:
 def prefill_work(engine: Engine, tokens: int) -> Work:
     """Of `tokens` tokens in chunks: n * (n + 1) / 2 pairs."""
     config, layout, chunk = engine.provider.config, engine.store.layout, engine.chunk_tokens
-    resident = engine.store.sizes.resident_by_layer(layout)[0]
+    resident = engine.store.sizes.resident_by_layer(layout.shape)[0]
     layers, head = _weights(config)
     starts = range(0, tokens, chunk)
     token_bytes = layout.token_bytes * len(layout.full_layers)
@@ -108,7 +108,7 @@ def prefill_work(engine: Engine, tokens: int) -> Work:
 def decode_work(engine: Engine, tokens: int) -> Work:
     """Of one token after `tokens` others."""
     config, layout = engine.provider.config, engine.store.layout
-    resident = engine.store.sizes.resident_by_layer(layout)[0]
+    resident = engine.store.sizes.resident_by_layer(layout.shape)[0]
     layers, head = _weights(config)
     token_bytes = layout.token_bytes * len(layout.full_layers)
     return Work(

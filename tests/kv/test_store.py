@@ -11,7 +11,7 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.errors import CapacityError, LongGenError, SlotError, UsageError
 from longgen.kv.layout import AttentionLayer, KVLayout
-from longgen.kv.parts import StoreSizes
+from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer, Transfer
 from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase, SparsePolicy

@@ -1,0 +1,355 @@
+"""The memory plan of a request: every size, chosen before anything is loaded. Pure arithmetic, without torch.
+
+The device holds, in this order: the CUDA context and its libraries, weights, recurrent states, activations of a chunk,
+decode and window buffers, ring and prefill buffers; what is left holds resident blocks. The host holds the other
+blocks. Of all chunks and rings that fit, the plan takes the largest that is predicted to answer as fast as any, but
+for a few per cent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from longgen.costs import Activations, estimate_activations
+from longgen.errors import CapacityError
+from longgen.kv.budget import DeviceBudget, HostBudget
+from longgen.kv.predict import Prediction, Rates, balanced_chunk, predict, reference_rates
+from longgen.kv.shape import KVShape
+from longgen.kv.sizes import DeviceBytes, StoreSizes
+from longgen.model_shape import FULL, ModelShape
+from longgen.units import show_bytes, show_length
+
+RUNTIME_BYTES = 768 << 20  # CUDA context, kernels, workspaces of cuBLAS and cuDNN
+ALLOCATOR_PART = 50  # a fiftieth of what torch allocates is lost to rounding and gaps
+PROCESS_BYTES = 1 << 30  # host memory of Python, torch and CUDA beside the KV cache
+MOST_CHUNK_TOKENS = 16384
+LEAST_CHUNK_TOKENS = 4096  # wanted where memory allows: smaller chunks leave the GPU waiting for kernels to start
+CHUNK_HEADROOM = 1.2  # attention of the chosen chunk takes this many times as long as its loads
+RINGS = ((4, 16384), (4, 8192), (3, 8192), (2, 8192), (2, 4096), (2, 2048), (2, 1024))  # (entries, tokens in each)
+MOST_PREFILL_DEPTH = 8
+AS_GOOD = 1.03  # times within this factor of the best count as equal
+SEARCH_LIMIT = 1 << 30  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the user fixed; None leaves the choice to the plan. Sizes in tokens, as in StoreSizes."""
+
+    block_size: int = 1024
+    chunk_size: int | None = None
+    resident_blocks: int | None = None
+    slots: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a plan must fit and how fast it is.
+
+    Attributes:
+        host: host memory; None is not checked.
+        device: device memory; None is not checked.
+        rates: of the device.
+        shared: the device is the host's own processor, and both kinds of memory are one.
+    """
+
+    host: HostBudget | None
+    device: DeviceBudget | None
+    rates: Rates | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeeds:
+    """Device bytes by purpose. allocator: lost to rounding."""
+
+    runtime: int
+    weights: int
+    states: int
+    activations: int
+    allocator: int
+    store: DeviceBytes
+
+    @property
+    def total(self) -> int:
+        return self.runtime + self.weights + self.states + self.activations + self.allocator + self.store.total
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeeds:
+    """Host bytes. kv: blocks; process: Python and libraries; loading: weights on their way to the device, before kv."""
+
+    kv: int
+    process: int
+    loading: int
+
+    @property
+    def total(self) -> int:
+        return self.process + max(self.kv, self.loading)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Everything decided for requests of up to `prompt` + `new_tokens` tokens.
+
+    sizes: what the store is built with.   reasons: why chunk, ring and residency are what they are.
+    prediction: None where the machine's rates are unknown.
+    """
+
+    model: ModelShape
+    kv: KVShape
+    prompt: int
+    new_tokens: int
+    sizes: StoreSizes
+    device: DeviceNeeds
+    host: HostNeeds
+    machine: Machine
+    reasons: tuple[str, ...]
+    prediction: Prediction | None
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.new_tokens
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks of every layer on the device."""
+        return self.sizes.resident_blocks if isinstance(self.sizes.resident_blocks, int) else 0
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of every layer in host memory."""
+        return max(0, self.kv.blocks_for(self.tokens) - self.resident_blocks) if self.kv.full_layers else 0
+
+
+class Planner:
+    """Makes plans for one model on one machine."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        machine: Machine,
+        options: PlanOptions | None = None,
+        activations: Activations | None = None,
+    ) -> None:
+        """`activations`: measured on the device; None estimates them."""
+        self.model, self.machine = model, machine
+        self._options = options or PlanOptions()
+        self._kv = model.kv(self._options.block_size)
+        self._activations = activations or estimate_activations(model, self._options.slots)
+        self._rates = machine.rates or reference_rates(model.head_dim)
+
+    def plan(self, prompt: int, new_tokens: int) -> MemoryPlan:
+        """The plan for a prompt and the tokens generated after it.
+
+        Raises CapacityError, with each number and the longest prompt that fits, if there is too little memory.
+        """
+        tokens = prompt + new_tokens
+        on_device = [self._filled(sizes, tokens) for sizes in self._candidates(prompt) if self._fits(sizes)]
+        if not on_device:
+            raise CapacityError(self._device_refusal())
+        fitting = [sizes for sizes in on_device if self._host_shortage(sizes, tokens) is None]
+        if not fitting:
+            raise CapacityError(self._host_refusal(on_device[-1], new_tokens, tokens))
+        sizes = self._fastest(fitting, prompt, new_tokens)
+        known = self.machine.rates
+        return MemoryPlan(
+            model=self.model,
+            kv=self._kv,
+            prompt=prompt,
+            new_tokens=new_tokens,
+            sizes=sizes,
+            device=self._needs(sizes),
+            host=self._host_needs(sizes, tokens),
+            machine=self.machine,
+            reasons=self._reasons(sizes, prompt, tokens),
+            prediction=predict(self.model, self._kv, sizes, known, prompt, new_tokens) if known else None,
+        )
+
+    def longest_prompt(self, new_tokens: int) -> int:
+        """The most prompt tokens that fit with `new_tokens` after them; 0 if none do."""
+        low, high = 0, SEARCH_LIMIT
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._has_room(middle, new_tokens):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _has_room(self, prompt: int, new_tokens: int) -> bool:
+        """Whether the smallest sizes fit: with the most resident blocks, and so the least host memory."""
+        smallest = list(self._candidates(prompt))[-1]
+        if not self._fits(smallest):
+            return False
+        tokens = prompt + new_tokens
+        return self._host_shortage(self._filled(smallest, tokens), tokens) is None
+
+    def _candidates(self, prompt: int) -> Iterator[StoreSizes]:
+        """Sizes to choose from, largest first, without resident blocks."""
+        kv, options = self._kv, self._options
+        block, blocks = kv.block_size, kv.blocks_for(prompt)
+        rings = dict.fromkeys((entries, max(1, min(tokens // block, blocks))) for entries, tokens in RINGS)
+        for chunk in self._chunks(blocks):
+            for entries, run_blocks in rings:
+                yield StoreSizes(
+                    slots=options.slots,
+                    chunk_tokens=chunk,
+                    ring_entries=entries,
+                    run_blocks=run_blocks,
+                    prefill_depth=2,
+                    decode_tokens=min(16, block),
+                    resident_blocks=options.resident_blocks or 0,
+                    window_keep=block,
+                )
+
+    def _chunks(self, blocks: int) -> list[int]:
+        """Chunk sizes in tokens, largest first, whole blocks, none larger than the prompt."""
+        if self._options.chunk_size is not None:
+            return [self._options.chunk_size]
+        block = self._kv.block_size
+        wanted = max(LEAST_CHUNK_TOKENS, CHUNK_HEADROOM * balanced_chunk(self.model, self._rates))
+        if self.machine.shared or not self.model.count(FULL):
+            wanted = LEAST_CHUNK_TOKENS
+        count = max(1, min(round(min(wanted, MOST_CHUNK_TOKENS) / block), blocks))
+        counts = [count]
+        while counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        return [each * block for each in counts]
+
+    def _needs(self, sizes: StoreSizes) -> DeviceNeeds:
+        store = sizes.device_bytes(self._kv)
+        states = self.model.state_bytes(sizes.slots)
+        activations = self._activations.bytes(sizes.chunk_tokens)
+        weights = self.model.weight_bytes
+        rounded = 0 if self.machine.shared else (weights + activations) // ALLOCATOR_PART
+        runtime = 0 if self.machine.shared else RUNTIME_BYTES
+        return DeviceNeeds(runtime, weights, states, activations, rounded, store)
+
+    @property
+    def _room(self) -> int | None:
+        """Device bytes there are; None is not checked."""
+        if self.machine.shared:
+            return None  # checked together with the host's
+        return self.machine.device.usable if self.machine.device else None
+
+    def _fits(self, sizes: StoreSizes) -> bool:
+        return self._room is None or self._needs(sizes).total <= self._room
+
+    def _filled(self, sizes: StoreSizes, tokens: int) -> StoreSizes:
+        """`sizes` with what is left of the device given to deeper prefill buffers and resident blocks."""
+        if self._room is None or not self.model.count(FULL):
+            return sizes
+        left = self._room - self._needs(sizes).total
+        layer = sizes.chunk_tokens * self._kv.token_bytes
+        depth = max(2, min(self.model.count(FULL), MOST_PREFILL_DEPTH, 2 + left // 16 // layer))
+        sizes = replace(sizes, prefill_depth=depth)
+        if self._options.resident_blocks is not None:
+            return sizes
+        left = self._room - self._needs(sizes).total
+        blocks = left // (sizes.slots * self.model.count(FULL) * self._kv.block_bytes)
+        return replace(sizes, resident_blocks=max(0, min(blocks, self._kv.blocks_for(tokens))))
+
+    def _fastest(self, fitting: list[StoreSizes], prompt: int, new_tokens: int) -> StoreSizes:
+        """Of sizes that fit, largest first: the first that takes no longer than the best, but for AS_GOOD."""
+        if self.machine.shared:
+            return fitting[0]
+        seconds = []
+        for sizes in fitting:
+            times = predict(self.model, self._kv, sizes, self._rates, prompt, new_tokens)
+            seconds.append(times.prefill_seconds + new_tokens / times.decode_rate)
+        sizes = next(each for each, time in zip(fitting, seconds, strict=True) if time <= AS_GOOD * min(seconds))
+        if sizes.resident_blocks == self._kv.blocks_for(prompt + new_tokens):
+            sizes = replace(sizes, ring_entries=2, run_blocks=1)  # nothing will be loaded
+        return sizes
+
+    def _host_needs(self, sizes: StoreSizes, tokens: int) -> HostNeeds:
+        return HostNeeds(
+            kv=sizes.slots * sizes.host_bytes(self._kv, tokens),
+            process=PROCESS_BYTES,
+            loading=0 if self.machine.shared else self.model.weight_bytes,
+        )
+
+    def _host_shortage(self, sizes: StoreSizes, tokens: int) -> str | None:
+        """What is missing on the host, in words; None if nothing is."""
+        budget = self.machine.host
+        if budget is None:
+            return None
+        needs = self._host_needs(sizes, tokens)
+        device = self._needs(sizes).total if self.machine.shared else 0
+        total = needs.total + device
+        if total <= budget.usable:
+            return None
+        first = f"{show_bytes(needs.kv)} for the KV cache"
+        if needs.loading > needs.kv:
+            first = f"{show_bytes(needs.loading)} for the weights while they are loaded"
+        parts = [first, f"{show_bytes(needs.process)} for the process"]
+        if device:
+            parts.append(f"{show_bytes(device)} for weights, activations and buffers")
+        return (
+            f"{self.model.name} with {tokens:,} tokens needs {show_bytes(total)} of host memory ({', '.join(parts)}), "
+            f"and {show_bytes(budget.usable)} are usable ({budget.source}; {show_bytes(budget.reserve)} in reserve)"
+        )
+
+    def _host_refusal(self, sizes: StoreSizes, new_tokens: int, tokens: int) -> str:
+        longest = self.longest_prompt(new_tokens)
+        fits = f"the longest prompt that fits is {longest:,} tokens, with {new_tokens:,} generated"
+        return f"{self._host_shortage(sizes, tokens)}; {fits if longest else 'no prompt fits'}"
+
+    def _device_refusal(self) -> str:
+        """Why not even the smallest sizes fit on the device."""
+        assert self.machine.device is not None
+        needs = self._needs(list(self._candidates(self._kv.block_size))[-1])
+        budget, name = self.machine.device, self.model.name
+        fixed = needs.runtime + needs.weights
+        if fixed > budget.usable:
+            return (
+                f"{name} needs {show_bytes(needs.weights)} of GPU memory for its weights and "
+                f"{show_bytes(needs.runtime)} for CUDA, and {show_bytes(budget.usable)} are usable ({budget.source}); "
+                f"give more, or take a smaller model"
+            )
+        return (
+            f"{name} needs {show_bytes(needs.total)} of GPU memory at least ({show_bytes(needs.weights)} weights, "
+            f"{show_bytes(needs.runtime + needs.allocator)} CUDA and its allocator, {show_bytes(needs.activations)} "
+            f"activations, {show_bytes(needs.states + needs.store.total)} states and buffers), and "
+            f"{show_bytes(budget.usable)} are usable ({budget.source}); no prompt fits: give more, or lower "
+            f"--chunk-size, --block-size or --resident-blocks if they are set"
+        )
+
+    def _reasons(self, sizes: StoreSizes, prompt: int, tokens: int) -> tuple[str, ...]:
+        return (self._chunk_reason(sizes, prompt), self._ring_reason(sizes), self._resident_reason(sizes, tokens))
+
+    def _chunk_reason(self, sizes: StoreSizes, prompt: int) -> str:
+        chunk, says = sizes.chunk_tokens, f"chunk {sizes.chunk_tokens:,}"
+        if self._options.chunk_size is not None:
+            return f"{says}: given"
+        if chunk >= prompt:
+            return f"{says}: the whole prompt"
+        if self.machine.shared:
+            return f"{says}: nothing is copied to another device"
+        balance = balanced_chunk(self.model, self._rates)
+        hidden = f"attention hides loads from {balance:,.0f} tokens on"
+        largest = self._chunks(self._kv.blocks_for(prompt))[0]
+        if chunk == largest:
+            small = CHUNK_HEADROOM * balance < LEAST_CHUNK_TOKENS
+            return f"{says}: {hidden}" + (", and fewer, larger passes start fewer kernels" if small else "")
+        if any(self._fits(each) for each in self._candidates(prompt) if each.chunk_tokens > chunk):
+            return f"{says}: {hidden}, but a larger chunk would take more from the resident blocks than it gains"
+        return f"{says}: what fits; {hidden}"
+
+    def _ring_reason(self, sizes: StoreSizes) -> str:
+        run = show_length(sizes.run_blocks * self._kv.block_size)
+        entry = show_bytes(sizes.run_blocks * self._kv.block_bytes)
+        return f"ring {sizes.ring_entries} x {run} tokens ({entry} each)"
+
+    def _resident_reason(self, sizes: StoreSizes, tokens: int) -> str:
+        blocks = sizes.resident_blocks
+        assert isinstance(blocks, int)
+        total = self._kv.blocks_for(tokens)
+        if not self.model.count(FULL):
+            return "no layer keeps all tokens"
+        if self._options.resident_blocks is not None:
+            return f"{blocks:,} of {total:,} blocks a layer stay on the device: given"
+        if blocks >= total:
+            return "all of the KV cache stays on the device: nothing is copied"
+        return f"{blocks:,} of {total:,} blocks a layer stay on the device: what is left of its memory"

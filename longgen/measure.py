@@ -1,0 +1,115 @@
+"""Measures what a device does in a second: copies, attention, matrix products, memory. A second or two in all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from longgen.attention.backends import default_kernels
+from longgen.attention.call import AttentionCall
+from longgen.kv.predict import Rates
+from longgen.kv.transfer import Transfer, open_transfer
+from longgen.model_shape import ModelShape
+
+Clock = Callable[[], float]
+
+COPY_BYTES = 256 << 20
+REPEATS = 4
+ROWS, KEYS = 4096, 16384  # of the attention call: a chunk over one run of the ring
+SIDE = 8192  # of the matrices
+# Modules run many kernels smaller than the one that is measured; together they reach this part of its rate.
+MODULE_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRates:
+    """Bytes a second between host and device: each way alone, and both ways at once.
+
+    pinned: None, or why host memory is not pinned.
+    """
+
+    load: float
+    offload: float
+    load_beside: float
+    offload_beside: float
+    pinned_refusal: str | None
+
+
+def measure_copies(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = time.perf_counter) -> CopyRates:
+    """Times copies of `nbytes` through a transfer, as the store makes them."""
+    host = [transfer.allocate_host(nbytes).view(1, nbytes, 1) for _ in range(2)]
+    device = [torch.zeros(1, nbytes, 1, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
+
+    def load() -> None:
+        transfer.load(device[0], host[0])
+
+    def offload() -> None:
+        transfer.offload(host[1], device[1])
+
+    def both() -> None:
+        load()
+        offload()
+
+    alone = [nbytes / _seconds(work, transfer, clock) for work in (load, offload)]
+    beside = nbytes / _seconds(both, transfer, clock)
+    return CopyRates(alone[0], alone[1], beside, beside, transfer.pinning_refusal)
+
+
+def measure_attention(
+    transfer: Transfer, shape: ModelShape, rows: int = ROWS, keys: int = KEYS, clock: Clock = time.perf_counter
+) -> float:
+    """FLOP a second of the backend that a prefill of this model uses, over a run of keys without a mask."""
+    dtype = getattr(torch, shape.dtype)
+
+    def normal(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(heads, tokens, shape.head_dim, device=transfer.device, dtype=dtype)
+
+    q, k, v = normal(shape.q_heads, rows), normal(shape.kv_heads, keys), normal(shape.kv_heads, keys)
+    kernels = default_kernels(transfer.device)
+    call = AttentionCall(q, k, v, shape.head_dim**-0.5)
+    flop = 4.0 * shape.q_heads * shape.head_dim * rows * keys
+    return flop / _seconds(lambda: kernels(call), transfer, clock)
+
+
+def measure_matmul(transfer: Transfer, dtype: torch.dtype, side: int = SIDE, clock: Clock = time.perf_counter) -> float:
+    """FLOP a second of the product of two square matrices."""
+    a = torch.randn(side, side, device=transfer.device, dtype=dtype)
+    return 2.0 * side**3 / _seconds(lambda: a @ a, transfer, clock)
+
+
+def measure_memory(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = time.perf_counter) -> float:
+    """Bytes a second read and written by one large elementwise operation."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=transfer.device)
+    target = torch.empty_like(source)
+    return 2.0 * nbytes / _seconds(lambda: target.copy_(source), transfer, clock)
+
+
+def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
+    """The rates of a CUDA device for a model, for predictions. Gives back the memory it took."""
+    transfer = open_transfer(device)
+    copies = measure_copies(transfer, COPY_BYTES)
+    rates = Rates(
+        attention=measure_attention(transfer, shape, ROWS, KEYS),
+        matmul=measure_matmul(transfer, getattr(torch, shape.dtype), SIDE),
+        load=copies.load,
+        offload=copies.offload,
+        memory=MODULE_SHARE * measure_memory(transfer, COPY_BYTES),
+        source="measured here",
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rates
+
+
+def _seconds(work: Callable[[], object], transfer: Transfer, clock: Clock) -> float:
+    """Seconds of one `work`, the first call left out: it pays for what is made on first use."""
+    work()
+    transfer.drain()
+    started = clock()
+    for _ in range(REPEATS):
+        work()
+    transfer.drain()
+    return max(clock() - started, 1e-9) / REPEATS

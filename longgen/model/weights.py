@@ -1,0 +1,124 @@
+"""Checks a checkpoint's weights against its config before any of them is read.
+
+transformers itself does the comparing, on the meta device: the names and shapes in the files' headers go through its
+key conversion (prefixes, experts stored one by one) into a model without memory, as the weights would.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from longgen.errors import CheckpointError
+from longgen.model.quiet import quiet_transformers
+from longgen.model.shards import StoredTensor, listed, read_shards
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+_EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """How weight files differ from the model that a config describes, in the model's names.
+
+    missing: weights the files lack, tied ones left out.   left_over: stored weights that nothing uses.
+    misshapen: "name is [a, b] where config.json calls for [c, d]".
+    """
+
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+
+def check_weights(folder: Path, config: Any) -> None:
+    """Raises CheckpointError, with what is wrong and what to do, unless the files hold the config's weights exactly.
+
+    Args:
+        folder: a checkpoint folder.
+        config: its text config, from read_config.
+    """
+    tensors = read_shards(folder)
+    quantised = sorted(name for name, tensor in tensors.items() if tensor.dtype not in FLOATS and _used(name))
+    if quantised:
+        stored = tensors[quantised[0]]
+        raise CheckpointError(
+            f"{folder / stored.file} holds {quantised[0]} as {stored.dtype}: quantised weights cannot be run here; use "
+            "the checkpoint that is not quantised"
+        )
+    _refuse_differences(folder, compare(tensors, config))
+    gaps = sorted(_expert_gaps(tensors, config))
+    if gaps:
+        raise CheckpointError(f"{folder} lacks experts that config.json calls for: {listed(gaps)}; get it again")
+
+
+def _used(name: str) -> bool:
+    """Whether a stored weight is of the text model: the type of vision and multi-token prediction does not matter."""
+    return not name.startswith(("mtp.", "model.visual.", "visual."))
+
+
+def _refuse_differences(folder: Path, differences: Differences) -> None:
+    missing, misshapen, left_over = differences.missing, differences.misshapen, differences.left_over
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} weights that config.json calls for are missing in {folder}: {listed(list(missing))}; get "
+            "the files again, or the config.json that belongs to them"
+        )
+    if misshapen:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its config.json, {len(misshapen)} have another shape: {misshapen[0]}; "
+            "get the files again, or the config.json that belongs to them"
+        )
+    if left_over:
+        raise CheckpointError(
+            f"{folder} holds {len(left_over)} weights that its config.json has no place for: "
+            f"{listed(list(left_over))}; get the config.json that belongs to the files"
+        )
+
+
+def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
+    """What transformers would find missing, left over and misshapen on loading `tensors`; takes no memory."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for name, tensor in tensors.items()}
+    load = LoadStateDictConfig(
+        device_map={"": "meta"}, dtype=torch.bfloat16, weight_mapping=get_model_conversion_mapping(model)
+    )
+    with quiet_transformers():
+        info, _ = convert_and_load_state_dict_in_model(
+            model=model, state_dict=stored, load_config=load, disk_offload_index=None
+        )
+    model._adjust_missing_and_unexpected_keys(info)
+    # A conversion fails where what it puts together is of different shapes or numbers.
+    failed = {str(name) for name in info.conversion_errors}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    missing = {
+        name
+        for name in info.missing_keys
+        if name not in failed and tied.get(name, name) in (info.missing_keys | failed)
+    }
+    shapes = {name: (tuple(found), tuple(wanted)) for name, found, wanted in info.mismatched_keys}
+    misshapen = [f"{name} is {list(found)} where {list(wanted)} belongs" for name, (found, wanted) in shapes.items()]
+    misshapen += [f"the parts of {name} do not make {list(expected.get(name, ()))}" for name in failed]
+    return Differences(tuple(sorted(missing)), tuple(sorted(info.unexpected_keys)), tuple(sorted(misshapen)))
+
+
+def _expert_gaps(tensors: Mapping[str, StoredTensor], config: Any) -> Iterator[str]:
+    """Experts by number that are not stored though others of the layer are: putting them together would not notice
+    one number in another's place."""
+    numbers: dict[str, set[int]] = {}
+    for name in tensors:
+        if match := _EXPERT.fullmatch(name):
+            numbers.setdefault(f"{match[1]}.*.{match[3]}", set()).add(int(match[2]))
+    for pattern, found in numbers.items():
+        if not pattern.startswith("mtp."):
+            yield from (pattern.replace("*", str(n)) for n in set(range(config.num_experts)) - found)

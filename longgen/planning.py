@@ -1,0 +1,294 @@
+"""Plans for people: the model, the machine and the request brought together, and the result as text or JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from longgen.errors import CapacityError, UsageError
+from longgen.kv.budget import DeviceBudget, cap_allocator, device_budget, host_budget
+from longgen.kv.plan import RUNTIME_BYTES, Machine, MemoryPlan, Planner, PlanOptions
+from longgen.kv.predict import Rates, given_rates, reference_rates
+from longgen.model_shape import ModelShape
+from longgen.names import KnownModel, find_known, known_models, read_shape
+from longgen.units import show_bytes, show_length, show_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user said about the machine; None is what the machine says itself.
+
+    gpu_memory: bytes, or a fraction of the card (a float).   cpu_memory: bytes.
+    attention, matmul: FLOP/s.   copies: bytes/s between host and device.
+    """
+
+    gpu_memory: int | float | None = None
+    cpu_memory: int | None = None
+    attention: float | None = None
+    matmul: float | None = None
+    copies: float | None = None
+
+
+def parse_tflops(text: str | None) -> tuple[float | None, float | None]:
+    """(attention, matrix product) FLOP/s from "692" or "692,790". Raises UsageError."""
+    if text is None:
+        return None, None
+    parts = text.split(",")
+    try:
+        numbers = [float(part) * 1e12 for part in parts]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2 or not all(0 < number < 1e19 for number in numbers):
+        raise UsageError(f"--tflops {text!r} must be one or two numbers above 0, such as 692 or 692,790")
+    return numbers[0], numbers[1] if len(numbers) == 2 else None
+
+
+def find_shape(model: str, dtype: str | None = None) -> ModelShape:
+    """The shape of a model named by a YAML file, a short name, a checkpoint folder or a hub id, without its weights.
+
+    dtype: of the weights as loaded; None: the checkpoint's own. Raises UsageError or CheckpointError.
+    """
+    path = Path(os.path.expanduser(model))
+    if path.suffix in (".yaml", ".yml"):
+        return read_shape(path, dtype)
+    known = None if os.path.exists(path) else find_known(model)
+    if known is not None:
+        return replace(known.shape, dtype=dtype) if dtype else known.shape
+    from longgen.model.checkpoint import read_config, resolve_config
+    from longgen.model.shape import model_shape
+
+    return model_shape(read_config(resolve_config(model)), path.name or model, dtype)
+
+
+def this_machine(limits: Limits, head_dim: int, root: Path = Path("/"), *, cuda: bool | None = None) -> Machine:
+    """The machine for `longgen plan`: its GPU if it has one, else the GPU that --gpu-memory describes.
+
+    cuda: whether to ask CUDA; None finds out. Rates not given are the H200's.
+    """
+    asked = limits.gpu_memory
+    device: DeviceBudget | None
+    if _has_cuda() if cuda is None else cuda:
+        device = device_budget(asked)
+    elif isinstance(asked, int):
+        device = DeviceBudget(asked, asked, f"--gpu-memory {show_bytes(asked)}")
+    elif asked is not None:
+        raise CapacityError(f"--gpu-memory {asked} is a fraction of a GPU, and there is none here; give it in GiB")
+    else:
+        device = None
+    return Machine(host_budget(limits.cpu_memory, root), device, rates_of(limits, reference_rates(head_dim)))
+
+
+def rates_of(limits: Limits, base: Rates) -> Rates:
+    """`base` with the rates that the user gave."""
+    return given_rates(base, attention=limits.attention, matmul=limits.matmul, copies=limits.copies)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def run_machine(limits: Limits, shape: ModelShape, device: Any) -> Machine:
+    """The machine for `longgen run` on a torch device, its rates measured where it is CUDA."""
+    if device.type != "cuda":
+        if isinstance(limits.gpu_memory, int | float):
+            raise UsageError("gpu_memory limits a GPU, and this run is on the CPU; leave it out, or give cpu_memory")
+        return Machine(host_budget(limits.cpu_memory), None, None, shared=True)
+    from longgen.measure import measure_rates
+
+    index = device.index or 0
+    budget = device_budget(limits.gpu_memory, index)
+    return Machine(host_budget(limits.cpu_memory), budget, rates_of(limits, measure_rates(device, shape)))
+
+
+def hold_to(plan: MemoryPlan, gpu_memory: int | float | None, device: Any) -> None:
+    """Makes torch keep to a cap that the user set: what goes over it fails instead of taking more of the card."""
+    if gpu_memory is not None and plan.machine.device is not None:
+        cap_allocator(plan.machine.device, RUNTIME_BYTES, device.index or 0)
+
+
+def plan_lengths(
+    shape: ModelShape, machine: Machine, options: PlanOptions, lengths: Sequence[int], new_tokens: int
+) -> list[MemoryPlan | CapacityError]:
+    """A plan for each length (prompt and `new_tokens` together), or why there is none."""
+    planner = Planner(shape, machine, options)
+    results: list[MemoryPlan | CapacityError] = []
+    for length in lengths:
+        new = min(new_tokens, length - 1)
+        try:
+            results.append(planner.plan(length - new, new))
+        except CapacityError as error:
+            results.append(error)
+    return results
+
+
+def summary(plan: MemoryPlan) -> list[str]:
+    """The plan in three lines."""
+    device, host, sizes = plan.device, plan.host, plan.sizes
+    buffers = device.store.total - device.store.resident + device.states
+    budget, room = plan.machine.device, plan.machine.host
+    where = "memory" if plan.machine.shared else "GPU"
+    parts = [
+        f"{show_bytes(device.weights)} weights",
+        f"{show_bytes(device.activations)} activations",
+        f"{show_bytes(buffers)} buffers",
+        f"{show_bytes(device.store.resident)} resident KV",
+    ]
+    first = f"{where} {show_bytes(device.total)}" + (f" of {show_bytes(budget.usable)}" if budget else "")
+    second = (
+        f"host {show_bytes(host.kv)} of KV for {plan.prompt:,} + {plan.new_tokens:,} tokens "
+        f"({show_bytes(plan.kv.cached_token_bytes)} each), {show_bytes(room.usable) if room else '?'} usable"
+    )
+    third = f"chunk {sizes.chunk_tokens:,}, ring {sizes.ring_entries} x {sizes.run_blocks * plan.kv.block_size:,}"
+    return [f"{first}: {', '.join(parts)}", second, f"{third}; {_times(plan)}"]
+
+
+def _times(plan: MemoryPlan) -> str:
+    times = plan.prediction
+    if times is None:
+        return "no times are predicted for this device"
+    return (
+        f"prefill about {show_seconds(times.prefill_seconds)} ({times.prefill_bound}), decode about "
+        f"{times.decode_rate:,.1f} tok/s ({times.decode_bound})"
+    )
+
+
+def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | CapacityError]) -> str:
+    """What `longgen plan` prints: the model, the machine, and a column for each length that fits."""
+    plans = [result for result in results if isinstance(result, MemoryPlan)]
+    lines = [
+        f"{shape.name}: {shape.parameters / 1e9:.2f}B weights in {shape.dtype}, {len(shape.kinds)} layers, "
+        f"{show_bytes(shape.kv(1).cached_token_bytes)} of KV a token, trained for {show_length(shape.trained_window)}",
+        f"GPU memory: {machine.device.source if machine.device else 'not checked: no GPU here and no --gpu-memory'}",
+        f"host memory: {machine.host.source if machine.host else 'not checked'}",
+    ]
+    if machine.rates:
+        rates = machine.rates
+        lines.append(
+            f"rates: attention {rates.attention / 1e12:,.0f} and matrix products {rates.matmul / 1e12:,.0f} TFLOP/s, "
+            f"copies {rates.load / 1e9:,.1f} GB/s ({rates.source})"
+        )
+    if plans:
+        lines += ["", *_columns([_rows(plan) for plan in plans])]
+        lines += ["", *_notes(plans)]
+    return "\n".join(lines)
+
+
+def _rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    device, store, host, times = plan.device, plan.device.store, plan.host, plan.prediction
+    rows = [
+        ("tokens", show_length(plan.tokens)),
+        ("GPU: CUDA and its allocator", show_bytes(device.runtime + device.allocator)),
+        ("  weights", show_bytes(device.weights)),
+        ("  activations", show_bytes(device.activations)),
+        ("  recurrent states", show_bytes(device.states)),
+        ("  decode buffers", show_bytes(store.decode)),
+        ("  window buffers", show_bytes(store.window)),
+        ("  ring", show_bytes(store.ring)),
+        ("  prefill buffers", show_bytes(store.prefill)),
+        ("  resident blocks", show_bytes(store.resident)),
+        ("  in all", show_bytes(device.total)),
+        ("host: KV blocks", show_bytes(host.kv)),
+        ("  blocks a layer", f"{plan.host_blocks:,}"),
+        ("  in all", show_bytes(host.total)),
+        ("chunk, tokens", f"{plan.sizes.chunk_tokens:,}"),
+        ("ring, entries x tokens", f"{plan.sizes.ring_entries} x {plan.sizes.run_blocks * plan.kv.block_size:,}"),
+        ("prefill buffers, layers", f"{plan.sizes.prefill_depth}"),
+    ]
+    if times is not None:
+        rows += [
+            ("prefill", show_seconds(times.prefill_seconds)),
+            ("  bound by", times.prefill_bound),
+            ("decode", f"{times.decode_rate:,.1f} tok/s"),
+            ("  bound by", times.decode_bound),
+        ]
+    return rows
+
+
+def _columns(plans: list[list[tuple[str, str]]]) -> list[str]:
+    """Rows of equal names side by side, numbers to the right; rows of nothing but 0 B are left out."""
+    lines = []
+    widths = [max(len(value) for _, value in rows) for rows in plans]
+    first = max(len(name) for name, _ in plans[0])
+    for index, (name, _) in enumerate(plans[0]):
+        values = [rows[index][1] for rows in plans]
+        if set(values) != {"0 B"}:
+            cells = (value.rjust(width) for value, width in zip(values, widths, strict=True))
+            lines.append(f"{name.ljust(first)}  {'  '.join(cells)}".rstrip())
+    return lines
+
+
+def _notes(plans: Sequence[MemoryPlan]) -> list[str]:
+    return [f"{show_length(plan.tokens)}: {'; '.join(plan.reasons)}" for plan in plans]
+
+
+def as_json(plan: MemoryPlan) -> dict[str, Any]:
+    """The plan as plain values; bytes, tokens, seconds and tokens a second."""
+    device = plan.machine.device
+    return {
+        "model": plan.model.name,
+        "tokens": plan.tokens,
+        "prompt_tokens": plan.prompt,
+        "new_tokens": plan.new_tokens,
+        "kv_bytes_per_token": plan.kv.cached_token_bytes,
+        "block_size": plan.kv.block_size,
+        "sizes": asdict(plan.sizes),
+        "device_bytes": {**asdict(plan.device), "total": plan.device.total},
+        "device_usable_bytes": device.usable if device else None,
+        "host_bytes": {**asdict(plan.host), "total": plan.host.total},
+        "host_usable_bytes": plan.machine.host.usable if plan.machine.host else None,
+        "host_blocks_per_layer": plan.host_blocks,
+        "reasons": list(plan.reasons),
+        "prediction": asdict(plan.prediction) if plan.prediction else None,
+    }
+
+
+def reach(machine: Machine, limits: Limits, options: PlanOptions, new_tokens: int) -> list[dict[str, Any]]:
+    """For every known model, the longest request that fits this machine, in tokens (0: not even its weights)."""
+    rows = []
+    for known in known_models():
+        fast = replace(machine, rates=rates_of(limits, reference_rates(known.shape.head_dim)))
+        prompt = Planner(known.shape, fast, options).longest_prompt(new_tokens)
+        rows.append(_reached(known, prompt + new_tokens if prompt else 0))
+    return rows
+
+
+def _reached(known: KnownModel, tokens: int) -> dict[str, Any]:
+    return {
+        "name": " ".join((known.name, *known.aliases)),
+        "hub": known.hub,
+        "weight_bytes": known.shape.weight_bytes,
+        "kv_bytes_per_token": known.shape.kv(1).cached_token_bytes,
+        "trained_window": known.shape.trained_window,
+        "longest": tokens,
+    }
+
+
+def reach_table(rows: Sequence[dict[str, Any]], machine: Machine) -> str:
+    """The rows of `reach` as text."""
+    lines = [
+        f"GPU memory: {machine.device.source if machine.device else 'not checked: no GPU here and no --gpu-memory'}",
+        f"host memory: {machine.host.source if machine.host else 'not checked'}",
+        "",
+    ]
+    cells = [("model", "weights", "KV a token", "trained for", "longest that fits")]
+    for row in rows:
+        longest = row["longest"]
+        cells.append(
+            (
+                row["name"],
+                show_bytes(row["weight_bytes"]),
+                show_bytes(row["kv_bytes_per_token"]),
+                show_length(row["trained_window"]),
+                f"{longest:,}" if longest else "does not fit",
+            )
+        )
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    for line in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        lines.append(f"{line[0].ljust(widths[0])}  {'  '.join(numbers)}")
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""What `longgen plan` prints: results to standard output, refusals to standard error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TextIO
+
+from longgen.config import Settings
+from longgen.errors import CapacityError, UsageError
+from longgen.kv.plan import MemoryPlan, PlanOptions
+from longgen.planning import (
+    Limits,
+    as_json,
+    find_shape,
+    parse_tflops,
+    plan_lengths,
+    reach,
+    reach_table,
+    table,
+    this_machine,
+)
+
+_USUAL_HEAD = 128  # which the machine's rates are shown for where no model is named
+
+
+def limits_of(settings: Settings, h2d_gbps: float | None, tflops: str | None) -> Limits:
+    """What the flags say about the machine. Raises UsageError."""
+    if h2d_gbps is not None and not 0 < h2d_gbps < 1e6:
+        raise UsageError(f"--h2d-gbps {h2d_gbps} must be a number above 0")
+    attention, matmul = parse_tflops(tflops)
+    copies = h2d_gbps * 1e9 if h2d_gbps is not None else None
+    return Limits(settings.gpu_memory, settings.cpu_memory, attention, matmul, copies)
+
+
+def plan(
+    model: str | None,
+    lengths: Sequence[int],
+    settings: Settings,
+    limits: Limits,
+    machine_readable: bool,
+    out: TextIO,
+    err: TextIO,
+) -> int:
+    """Prints plans of a model for lengths in tokens (none: its trained window), or how far every known model reaches.
+
+    Returns the exit code: 1 if a length does not fit. Raises LongGenError for a model or a machine that cannot be read.
+    """
+    options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks)
+    if model is None:
+        machine = this_machine(limits, _USUAL_HEAD)
+        rows = reach(machine, limits, options, settings.max_new_tokens)
+        print(json.dumps(rows, indent=1) if machine_readable else reach_table(rows, machine), file=out)
+        return 0
+    shape = find_shape(model, None if settings.dtype == "auto" else settings.dtype)
+    machine = this_machine(limits, shape.head_dim)
+    lengths = lengths or [shape.trained_window]
+    results = plan_lengths(shape, machine, options, lengths, settings.max_new_tokens)
+    refusals = [result for result in results if isinstance(result, CapacityError)]
+    if machine_readable:
+        entries = [
+            as_json(result) if isinstance(result, MemoryPlan) else {"tokens": length, "refused": str(result)}
+            for length, result in zip(lengths, results, strict=True)
+        ]
+        print(json.dumps(entries, indent=1), file=out)
+    else:
+        print(table(shape, machine, results), file=out)
+    for refusal in refusals:
+        print(f"longgen: error: {refusal}", file=err)
+    return CapacityError.exit_code if refusals else 0

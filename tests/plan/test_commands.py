@@ -1,0 +1,251 @@
+"""`longgen plan`, and the plan that `longgen run` makes and keeps to, as a user sees them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longgen import planning
+from longgen.cli import main
+from longgen.engine import Engine
+from longgen.errors import CapacityError, UsageError
+from longgen.kv.plan import Planner, PlanOptions
+from longgen.planning import Limits, find_shape, parse_tflops, run_machine, this_machine
+from tests.checkpoints import Build
+from tests.plan.machines import GIB, machine
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+BIG = ("--gpu-memory", "24GiB", "--cpu-memory", "100GiB")
+
+
+def test_a_plan_for_several_lengths_is_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen", "--max-len", "4M,1M", *BIG]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0].startswith("qwen3.5-2b: 1.88B weights in bfloat16, 24 layers, 12 KiB of KV a token")
+    rows = {line.split("  ")[0].strip(): line for line in lines if "  " in line}
+    assert rows["tokens"].split()[1:] == ["4M", "1M"]
+    assert any(line.startswith("prefill ") for line in lines)
+    assert lines[-2].startswith("4M: chunk ")
+
+
+def test_a_plan_as_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen", "--max-len", "4M", "--json", *BIG]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["kv_bytes_per_token"] == 12288
+    assert entry["tokens"] == 4 << 20
+    held = entry["host_bytes"]["kv"] + entry["device_bytes"]["store"]["resident"]
+    assert held == 48 * GIB
+    assert entry["device_bytes"]["total"] <= entry["device_usable_bytes"] == 24 * GIB
+    assert entry["prediction"]["decode_bound"] == "loading KV from host memory"
+
+
+def test_a_length_that_does_not_fit_is_refused_and_the_others_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen3-8b", "--max-len", "128K,16M", *BIG]) == 1
+    captured = capsys.readouterr()
+    assert "128K" in captured.out
+    assert captured.err.startswith("longgen: error: qwen3-8b with 16,777,216 tokens needs ")
+    assert captured.err.count("\n") == 1
+    assert main(["plan", "--model", "qwen3-8b", "--max-len", "128K,16M", "--json", *BIG]) == 1
+    entries = json.loads(capsys.readouterr().out)
+    assert "refused" in entries[1]
+
+
+def test_rates_that_are_given_change_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    def decode(*flags: str) -> float:
+        assert main(["plan", "--model", "qwen3-8b", "--max-len", "512K", "--json", *BIG, *flags]) == 0
+        return json.loads(capsys.readouterr().out)[0]["prediction"]["decode_rate"]
+
+    assert decode("--h2d-gbps", "25") == pytest.approx(decode() * 25 / 55.4, rel=0.02)
+
+
+def test_without_a_gpu_or_a_cap_the_device_is_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen3-235b-a22b-2507", "--max-len", "8K", "--cpu-memory", "900GiB"]) == 0
+    assert "not checked: no GPU here and no --gpu-memory" in capsys.readouterr().out
+
+
+def test_without_a_model_every_known_one_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *BIG]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("qwen3.5-2b qwen") and line.split()[-1][0].isdigit() for line in lines)
+    assert any(line.startswith("qwen3-32b") and line.endswith("does not fit") for line in lines)
+    assert main(["plan", "--json", *BIG]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    longest = next(row["longest"] for row in rows if row["name"] == "qwen3-8b")
+    shape = find_shape("qwen3-8b")
+    limits = Limits(24 * GIB, 100 * GIB)
+    planner = Planner(shape, this_machine(limits, 128), PlanOptions())
+    assert planner.plan(longest - 256, 256).tokens == longest
+
+
+def test_a_folder_is_planned_from_its_config_alone(
+    build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(build("qwen3_5_moe") / "config.json", tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--json", "--max-len", "64K"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+
+
+def test_of_a_hub_id_only_the_config_is_fetched(build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.append((repo_id, options["filename"]))
+        return str(build("qwen3") / "config.json")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert find_shape("someone/some-checkpoint").hidden == 64
+    assert asked == [("someone/some-checkpoint", "config.json")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--gpu-memory", "24"), "gpu_memory: '24' is not an amount of memory; write one such as 24GiB"),
+        (("--gpu-memory", "0.5"), "--gpu-memory 0.5 is a fraction of a GPU, and there is none here"),
+        (("--cpu-memory", "0.5"), "cpu_memory: '0.5' is not an amount of memory"),
+        (("--max-len", "4M,1.5K"), "'1.5K' is not a length"),
+        (("--tflops", "fast"), "--tflops 'fast' must be one or two numbers above 0"),
+        (("--h2d-gbps", "0"), "--h2d-gbps 0.0 must be a number above 0"),
+        (("--model", "nowhere.yaml"), "the model shape nowhere.yaml cannot be read"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    assert main(["plan", "--model", "qwen", *flags]) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("longgen: error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_tflops_of_attention_and_of_products() -> None:
+    assert parse_tflops(None) == (None, None)
+    assert parse_tflops("165") == (165e12, None)
+    assert parse_tflops("692,790") == (692e12, 790e12)
+    with pytest.raises(UsageError):
+        parse_tflops("1,2,3")
+
+
+def test_the_machine_is_read_from_its_files(tmp_path: Path) -> None:
+    found = this_machine(Limits(gpu_memory=8 * GIB), 128, machine(tmp_path, available=50 * GIB), cuda=False)
+    assert found.host is not None
+    assert found.device is not None
+    assert (found.host.usable, found.device.usable) == (48 * GIB, 8 * GIB)
+
+
+def test_a_gpu_cap_on_the_cpu_is_refused() -> None:
+    with pytest.raises(UsageError, match="limits a GPU, and this run is on the CPU"):
+        run_machine(Limits(gpu_memory=1 << 30), find_shape("qwen"), torch.device("cpu"))
+
+
+# The plan of a run.
+
+TEXT = "The quick brown fox jumps over the lazy dog, and then the other dogs think.\n" * 8
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def _run(folder: Path, prompt: Path, *flags: str) -> list[str]:
+    fixed = ("--device", "cpu", "--dtype", "float32", "--max-new-tokens", "2", "--raw", "--block-size", "16")
+    return ["run", "--model", str(folder), "--prompt", str(prompt), *fixed, *flags]
+
+
+def _noting(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
+    """What a method returns from now on, call by call."""
+    returned: list[Any] = []
+    original = getattr(owner, name)
+
+    def note(*args: Any) -> Any:
+        returned.append(original(*args))
+        return returned[-1]
+
+    monkeypatch.setattr(owner, name, note)
+    return returned
+
+
+def test_a_run_says_its_plan_in_three_lines_and_keeps_to_it(
+    build: Build, prompt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = _noting(monkeypatch, Engine, "load")
+    plans = _noting(monkeypatch, Planner, "plan")
+    assert main(_run(build("qwen3"), prompt, "--chunk-size", "64", "--resident-blocks", "2")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines[1:4]] == ["memory", "host", "chunk"]
+    assert lines[3].startswith("longgen: chunk 64, ring ")
+    (engine,), (plan,) = engines, plans
+    assert engine.store.sizes == plan.sizes
+    assert engine.store.sizes.resident_blocks == 2
+    assert engine.store.layout.shape == plan.kv
+    assert sum(p.nbytes for p in engine.provider.model.parameters()) == plan.device.weights
+
+
+def test_a_run_that_does_not_fit_is_refused_before_weights_load(
+    build: Build, prompt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "load", lambda *_: pytest.fail("the engine was loaded"))
+    assert main(_run(build("qwen3"), prompt, "--cpu-memory", "100MiB")) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith("longgen: error: ")
+    assert "--cpu-memory 100 MiB" in captured.err
+
+
+def test_a_broken_checkpoint_is_refused_before_anything_is_tokenised(
+    build: Build, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(build("qwen3"), tmp_path / "broken")
+    (folder / "model.safetensors").write_bytes(b"")
+    assert main(_run(folder, prompt)) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"longgen: error: {folder / 'model.safetensors'} is empty; get it again\n"
+
+
+def test_weights_that_do_not_fit_the_config_are_refused_before_one_is_loaded(
+    build: Build, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(build("qwen3"), tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5, "layer_types": None}))
+    monkeypatch.setattr("longgen.model.checkpoint._from_pretrained", lambda *_: pytest.fail("weights were loaded"))
+    assert main(_run(folder, prompt)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("longgen: error: ")
+    assert "weights that config.json calls for are missing" in last
+
+
+def test_the_longest_of_several_prompts_is_planned(
+    build: Build, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("dogs")
+    asked = []
+
+    def refuse(self: Planner, count: int, new_tokens: int) -> None:
+        asked.append((count, new_tokens))
+        raise CapacityError("enough seen")
+
+    monkeypatch.setattr(planning.Planner, "plan", refuse)
+    assert main(_run(build("qwen3"), short, "--prompt", str(prompt))) == 1
+    assert asked[0][0] > 100
+    assert asked[0][1] == 2

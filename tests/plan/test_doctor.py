@@ -1,0 +1,52 @@
+"""The doctor's report on a machine without a GPU, and what it says of rates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from longgen.cli import main
+from longgen.doctor import copies_finding, examine, pinned_finding
+from longgen.measure import CopyRates
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_every_line_has_a_value_and_a_meaning() -> None:
+    findings = list(examine())
+    names = [finding.name for finding in findings]
+    expected = {"Python", "torch", "host memory", "cgroup limits", "locked memory", "disk", "GPU"}
+    assert expected <= set(names)
+    assert {"prefill, heads of 128", "decode, heads of 256"} <= set(names)
+    assert all(finding.value and finding.meaning for finding in findings)
+    assert {finding.state for finding in findings} <= {"ok", "note", "missing"}
+    backend = next(finding for finding in findings if finding.name == "prefill, heads of 128")
+    assert backend.value == "torch-flash-cpu"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_report_is_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr()
+    assert text.err == ""
+    assert "host memory" in text.out
+    assert main(["doctor", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert all(set(entry) == {"name", "state", "value", "meaning"} for entry in entries)
+    assert len(text.out.splitlines()) == 2 * len(entries)
+
+
+def test_slow_copies_and_pageable_memory_are_pointed_out() -> None:
+    fast = CopyRates(55.4e9, 55.0e9, 50.8e9, 50.8e9, None)
+    slow = CopyRates(9e9, 9e9, 5e9, 5e9, "CUDA refused to pin 8 bytes")
+    assert copies_finding(fast).state == pinned_finding(fast).state == "ok"
+    assert "to the GPU 55.4 GB/s, from it 55.0, both at once 50.8 and 50.8" in copies_finding(fast).value
+    assert copies_finding(slow).state == "note"
+    assert pinned_finding(slow).state == "missing"
+    assert "refused" in pinned_finding(slow).value

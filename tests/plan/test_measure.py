@@ -1,0 +1,37 @@
+"""Measured rates: bytes and FLOP over the clock's seconds, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import torch
+
+from longgen.kv.transfer import CpuTransfer
+from longgen.measure import REPEATS, measure_attention, measure_copies, measure_matmul, measure_memory, measure_rates
+from tests.plan.shapes import SLIDING
+
+
+def ticking() -> Iterator[float]:
+    """A second for each pair of readings."""
+    return (float(n) for n in count())
+
+
+def test_rates_are_work_over_time() -> None:
+    clock = ticking()
+    copies = measure_copies(CpuTransfer(), 1000, clock.__next__)
+    assert copies.load == copies.offload == copies.load_beside == copies.offload_beside == 1000 * REPEATS
+    assert copies.pinned_refusal is None
+    assert measure_matmul(CpuTransfer(), torch.float32, 8, clock.__next__) == 2 * 8**3 * REPEATS
+    assert measure_memory(CpuTransfer(), 1000, clock.__next__) == 2000 * REPEATS
+    flop = 4 * SLIDING.q_heads * SLIDING.head_dim * 3 * 256
+    assert measure_attention(CpuTransfer(), SLIDING, 3, 256, clock.__next__) == flop * REPEATS
+
+
+def test_every_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("COPY_BYTES", 1 << 16), ("ROWS", 8), ("KEYS", 256), ("SIDE", 32)):
+        monkeypatch.setattr(f"longgen.measure.{name}", size)
+    rates = measure_rates(torch.device("cpu"), SLIDING)
+    assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory) > 0
+    assert rates.source == "measured here"

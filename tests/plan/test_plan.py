@@ -1,0 +1,208 @@
+"""Memory plans against hand arithmetic, against a real store, and against too little memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longgen.attention.backends import default_kernels
+from longgen.costs import Activations
+from longgen.errors import CapacityError
+from longgen.kv.layout import KVLayout
+from longgen.kv.plan import RUNTIME_BYTES, MemoryPlan, Planner, PlanOptions
+from longgen.kv.sizes import StoreSizes
+from longgen.kv.store import KVStore
+from longgen.kv.transfer import CpuTransfer
+from longgen.model_shape import ModelShape
+from tests.plan.machines import GIB
+from tests.plan.shapes import SEVEN, SLIDING, SMALL, machine
+
+
+def plan(shape: ModelShape, gpu: float | None, prompt: int, new: int = 256, **options: int) -> MemoryPlan:
+    return Planner(shape, machine(gpu), PlanOptions(**options)).plan(prompt, new)
+
+
+def test_bytes_per_token_by_hand() -> None:
+    assert SMALL.kv(1024).cached_token_bytes == 28 * 2 * 8 * 128 * 2 == 114_688
+    assert SEVEN.kv(1024).cached_token_bytes == 28 * 2 * 4 * 128 * 2 == 57_344
+
+
+def test_parts_by_hand() -> None:
+    result = plan(SMALL, 24, 524_288, chunk_size=4096, resident_blocks=10)
+    token = 2 * 8 * 128 * 2  # bytes of one layer
+    device = result.device
+    assert device.weights == 596_049_920 * 2
+    assert device.store.ring == result.sizes.ring_entries * result.sizes.run_blocks * 1024 * token
+    assert device.store.prefill == result.sizes.prefill_depth * 4096 * token
+    assert device.store.decode == 28 * (1024 + 16) * token
+    assert device.store.resident == 28 * 10 * 1024 * token
+    assert device.runtime == RUNTIME_BYTES
+    assert device.total == sum(
+        (device.runtime, device.weights, device.states, device.activations, device.allocator, device.store.total)
+    )
+    assert result.host_blocks == -(-(524_288 + 256) // 1024) - 10 == 503
+    assert result.host.kv == 503 * 1024 * 28 * token
+
+
+@pytest.mark.parametrize("shape", [SMALL, SEVEN, SLIDING])
+@pytest.mark.parametrize("gpu", [16, 24, 100])
+@pytest.mark.parametrize("prompt", [1, 1000, 65_536, 1_000_000])
+def test_what_is_planned_fits_and_fills_the_device(shape: ModelShape, gpu: float, prompt: int) -> None:
+    result = plan(shape, gpu, prompt)
+    assert result.device.total <= gpu * GIB
+    full = len(result.kv.full_layers)
+    if result.host.kv:
+        assert gpu * GIB - result.device.total < full * result.kv.block_bytes
+    assert result.host.kv + result.device.store.resident >= full * result.kv.token_bytes * result.tokens
+    assert result.sizes.chunk_tokens % 1024 == 0
+
+
+def test_the_device_is_the_same_at_every_length_but_for_resident_blocks() -> None:
+    totals = {plan(SMALL, 24, length, resident_blocks=0).device.total for length in (65_536, 262_144, 524_288)}
+    assert len(totals) == 1
+
+
+def test_a_request_that_fits_the_device_is_kept_there_whole() -> None:
+    result = plan(SMALL, 24, 65_536)
+    assert (result.host.kv, result.host_blocks, result.resident_blocks) == (0, 0, 65)
+    assert "nothing is copied" in result.reasons[2]
+
+
+def test_the_chunk_hides_loads_where_memory_allows() -> None:
+    result = plan(SMALL, 16, 524_288)
+    assert result.sizes.chunk_tokens == 7168
+    assert "attention hides loads from 6,245 tokens on" in result.reasons[0]
+    assert plan(SEVEN, 24, 524_288).sizes.chunk_tokens == 4096  # 7 query heads a KV head: 1,784 would do
+
+
+def test_a_slower_wire_asks_for_a_larger_chunk() -> None:
+    fast = machine(24).rates
+    assert fast is not None
+    slow = replace(fast, load=25e9)
+    planner = Planner(SMALL, machine(24, rates=slow))
+    assert planner.plan(524_288, 256).sizes.chunk_tokens > 7168
+
+
+def test_little_memory_makes_chunk_and_ring_smaller_and_says_so() -> None:
+    result = plan(SEVEN, 15.6, 65_536)
+    assert result.sizes.chunk_tokens < 4096
+    assert "chunk" in result.reasons[0]
+    assert result.device.total <= 15.6 * GIB
+
+
+def test_what_the_user_fixed_is_kept() -> None:
+    result = plan(SMALL, 24, 262_144, chunk_size=2048, resident_blocks=3, block_size=512)
+    assert (result.sizes.chunk_tokens, result.resident_blocks, result.kv.block_size) == (2048, 3, 512)
+    assert result.reasons[0] == "chunk 2,048: given"
+    assert result.sizes.window_keep == 512
+
+
+def test_measured_activations_take_the_place_of_the_estimate() -> None:
+    measured = Activations(1 << 20, 50_000, measured=True)
+    result = Planner(SMALL, machine(24), PlanOptions(chunk_size=4096), measured).plan(100_000, 1)
+    assert result.device.activations == (1 << 20) + 50_000 * 4096
+
+
+def test_a_short_prompt_needs_no_large_buffers() -> None:
+    result = plan(SMALL, None, 1500)
+    assert result.sizes.chunk_tokens == 2048
+    assert result.sizes.run_blocks <= 2
+
+
+def test_on_the_cpu_everything_is_one_memory_and_nothing_is_resident() -> None:
+    result = Planner(SMALL, machine(None, 16, shared=True)).plan(65_536, 256)
+    assert (result.resident_blocks, result.sizes.chunk_tokens, result.device.runtime) == (0, 4096, 0)
+    with pytest.raises(CapacityError, match=r"needs .* GiB of host memory .* for weights, activations and buffers"):
+        Planner(SMALL, machine(None, 8, shared=True)).plan(65_536, 256)
+
+
+def one_line(shape: ModelShape, gpu: float | None, host: float, prompt: int, **options: int) -> str:
+    with pytest.raises(CapacityError) as caught:
+        Planner(shape, machine(gpu, host), PlanOptions(**options)).plan(prompt, 256)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_cap_below_the_weights_is_refused() -> None:
+    text = one_line(SEVEN, 8, 120, 1000)
+    assert text == (
+        "seven needs 14.2 GiB of GPU memory for its weights and 768 MiB for CUDA, and 8 GiB are usable (a test); give "
+        "more, or take a smaller model"
+    )
+
+
+def test_a_device_too_small_for_any_buffers_is_refused_with_each_number() -> None:
+    text = one_line(SMALL, 2, 120, 65_536)
+    for part in ("at least (1.11 GiB weights", "CUDA and its allocator", "activations", "states and buffers)", "2 GiB"):
+        assert part in text
+
+
+def test_too_little_host_memory_is_refused_with_the_longest_prompt_that_fits() -> None:
+    text = one_line(SMALL, 8, 64, 4 << 20)
+    assert "small with 4,194,560 tokens needs" in text
+    assert "64 GiB are usable (a test; 0 B in reserve)" in text
+    longest = Planner(SMALL, machine(8, 64)).longest_prompt(256)
+    assert f"the longest prompt that fits is {longest:,} tokens, with 256 generated" in text
+    plan_of = Planner(SMALL, machine(8, 64)).plan
+    assert plan_of(longest, 256).host.total <= 64 * GIB
+    with pytest.raises(CapacityError):
+        plan_of(longest + 1, 256)
+
+
+def test_weights_must_pass_through_host_memory() -> None:
+    assert "14.2 GiB for the weights while they are loaded" in one_line(SEVEN, 24, 10, 1000)
+
+
+def tensor_bytes(store: KVStore) -> dict[str, int]:
+    """Bytes of the device buffers of a store, counted on their tensors."""
+    parts = store._parts
+    slots = range(len(store.slots))
+    groups = {
+        "ring": parts.ring.entries,
+        "prefill": parts.prefill.all(),
+        "decode": [b for slot in slots for b in parts.decode.of_slot(slot).values()],
+        "resident": [b for slot in slots for b in parts.resident.of_slot(slot).values()],
+        "window": [parts.windows.scratch(), *(b for slot in slots for b in parts.windows.of_slot(slot).values())],
+    }
+    return {name: sum(b.k.nbytes + b.v.nbytes for b in buffers) for name, buffers in groups.items()}
+
+
+@pytest.mark.parametrize("resident", [0, 2, 5])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_store_takes_exactly_what_is_planned(resident: int, slots: int) -> None:
+    options = PlanOptions(block_size=16, chunk_size=64, resident_blocks=resident, slots=slots)
+    result = Planner(SLIDING, machine(24), options).plan(250, 13)
+    layout = KVLayout(SLIDING.layers, SLIDING.kv_heads, SLIDING.head_dim, torch.float32, 16)
+    assert layout.shape == result.kv
+    device = torch.device("cpu")
+    store = KVStore(layout, result.sizes, transfer=CpuTransfer(), kernels=default_kernels(device))
+    planned = result.device.store
+    assert tensor_bytes(store) == {
+        name: getattr(planned, name) for name in ("ring", "prefill", "decode", "resident", "window")
+    }
+    for slot in range(slots):
+        store.announce(slot, result.tokens)
+        with store.begin([(slot, 16)]):
+            pass
+        store._parts.host.grow(slot, result.tokens, result.tokens)
+    assert store.host_bytes == result.host.kv
+
+
+def test_resident_blocks_may_differ_by_layer() -> None:
+    shape = SLIDING.kv(16)
+    sizes = StoreSizes(resident_blocks={0: 3, 2: 1})
+    assert sizes.device_bytes(shape).resident == 4 * shape.block_bytes
+    assert sizes.host_bytes(shape, 40) == (0 + 2 + 3 + 3) * shape.block_bytes
+
+
+def test_planning_does_not_load_torch() -> None:
+    program = (
+        "import sys; import longgen.kv.plan, longgen.kv.budget, longgen.kv.predict, longgen.names; "
+        "longgen.names.known_models(); longgen.kv.budget.host_budget(); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

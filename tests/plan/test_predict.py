@@ -1,0 +1,82 @@
+"""Predicted times: what bounds them, how they grow, and how they agree with measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from longgen.costs import traffic_bytes
+from longgen.kv.predict import balanced_chunk, chunk_parts, given_rates, predict, reference_rates
+from longgen.kv.sizes import StoreSizes
+from tests.plan.shapes import SEVEN, SMALL
+
+RATES = reference_rates(128)
+
+
+def test_the_balance_is_that_of_the_design() -> None:
+    # chunk * query heads / KV heads FLOP per byte, in bfloat16
+    assert balanced_chunk(SMALL, RATES) == pytest.approx(692e12 / 55.4e9 * 8 / 16)
+    assert balanced_chunk(SEVEN, RATES) == pytest.approx(692e12 / 55.4e9 * 4 / 28)
+
+
+def test_modules_without_attention_take_the_time_that_was_measured() -> None:
+    parts = chunk_parts(SMALL, SMALL.kv(1024), StoreSizes(chunk_tokens=8192), replace(RATES, attention=1e30), 8192, 0)
+    assert 16 * parts["compute"] == pytest.approx(0.6, rel=0.1)  # 131,072 tokens on an H200
+    assert traffic_bytes(SMALL) == pytest.approx(10.9e6, rel=0.02)
+
+
+def test_attention_beside_loads_runs_at_the_rate_that_was_measured() -> None:
+    kv, sizes = SMALL.kv(1024), StoreSizes(chunk_tokens=8192)
+    past = 1 << 20
+    parts = chunk_parts(SMALL, kv, sizes, RATES, 8192, past)
+    bare = chunk_parts(SMALL, kv, sizes, replace(RATES, attention=1e30, memory=1e30), 8192, past)
+    flop = 28 * 4 * 16 * 128 * 8192 * (past + 4096)
+    assert flop / (parts["compute"] - bare["compute"]) == pytest.approx(603e12, rel=0.05)
+
+
+def test_small_chunks_wait_for_loads_and_large_ones_do_not() -> None:
+    kv = SMALL.kv(1024)
+    slow = predict(SMALL, kv, StoreSizes(chunk_tokens=1024), RATES, 524_288, 1)
+    fast = predict(SMALL, kv, StoreSizes(chunk_tokens=8192), RATES, 524_288, 1)
+    assert slow.prefill_bound == "loading KV from host memory"
+    assert fast.prefill_bound == "compute"
+    assert slow.prefill_seconds > 4 * fast.prefill_seconds
+
+
+def test_prefill_grows_with_the_square_of_a_long_prompt() -> None:
+    kv, sizes = SMALL.kv(1024), StoreSizes(chunk_tokens=8192)
+    seconds = [predict(SMALL, kv, sizes, RATES, length, 1).prefill_seconds for length in (1 << 20, 1 << 21)]
+    assert seconds[1] / seconds[0] == pytest.approx(4, rel=0.05)
+
+
+def test_a_sum_over_some_chunks_is_the_sum_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, sizes = SMALL.kv(1024), StoreSizes(chunk_tokens=1024)
+    some = predict(SMALL, kv, sizes, RATES, 1_000_000, 1).prefill_seconds
+    monkeypatch.setattr("longgen.kv.predict.CHUNKS_SUMMED", 1 << 20)
+    assert some == pytest.approx(predict(SMALL, kv, sizes, RATES, 1_000_000, 1).prefill_seconds, rel=0.01)
+
+
+def test_decoding_reads_what_is_not_resident_over_the_wire() -> None:
+    kv = SMALL.kv(1024)
+    length = 524_288
+    result = predict(SMALL, kv, StoreSizes(), RATES, length, 0)
+    assert result.decode_bound == "loading KV from host memory"
+    assert result.decode_rate == pytest.approx(55.4e9 / (length * 114_688))
+    half = predict(SMALL, kv, StoreSizes(resident_blocks=256), RATES, length, 0)
+    assert half.decode_rate == pytest.approx(2 * result.decode_rate)
+
+
+def test_short_decoding_is_bound_by_starting_kernels() -> None:
+    result = predict(SMALL, SMALL.kv(1024), StoreSizes(resident_blocks=8), RATES, 1000, 0)
+    assert result.decode_bound == "starting kernels"
+    assert 1 / result.decode_rate == pytest.approx(27e-3, rel=0.01)
+
+
+def test_rates_that_are_given_take_the_place_of_the_reference() -> None:
+    assert given_rates(RATES, attention=None, matmul=None, copies=None) is RATES
+    given = given_rates(RATES, attention=173e12, matmul=None, copies=25e9)
+    assert (given.attention, given.load, given.offload) == (173e12, 25e9, 25e9)
+    assert given.matmul == pytest.approx(790e12 / 4)
+    assert given.memory == pytest.approx(RATES.memory / 4)
+    assert given.source == "--tflops and --h2d-gbps given, the rest measured on an H200"
