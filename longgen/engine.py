@@ -20,6 +20,7 @@ from longgen.sampling import Sampler
 from longgen.sparse.base import Phase, SparsePolicy
 
 DEFAULT_CHUNK_TOKENS = 4096
+TokenIds = Sequence[int] | torch.Tensor  # of a tensor: integers, one dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Engine:
 
     def generate(
         self,
-        prompt: Sequence[int],
+        prompt: TokenIds,
         *,
         max_new_tokens: int,
         stop_ids: Collection[int],
@@ -153,7 +154,7 @@ class Engine:
 
     def prefill(
         self,
-        tokens: Sequence[int],
+        tokens: TokenIds,
         slot_id: int = 0,
         *,
         new_tokens: int = 0,
@@ -174,7 +175,7 @@ class Engine:
         return self.extend(tokens, slot_id, on_chunk=on_chunk)
 
     def extend(
-        self, tokens: Sequence[int], slot_id: int = 0, *, on_chunk: Callable[[int], None] | None = None
+        self, tokens: TokenIds, slot_id: int = 0, *, on_chunk: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """Appends tokens to a slot, chunk by chunk; returns the logits after the last one, float32 [vocab]."""
         if not len(tokens):
@@ -246,7 +247,7 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        prompt: Sequence[int],
+        prompt: TokenIds,
         max_new_tokens: int,
         stop_ids: frozenset[int],
         sampler: Sampler,

@@ -33,13 +33,14 @@ class Access:
 
 def byte_ranges(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """The bytes of a tensor within its storage, as contiguous pieces."""
-    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride]
+    sizes, strides = map(int, tensor.shape), map(int, tensor.stride())
+    dims = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1 and stride]
     dims.sort(key=lambda dim: dim[1])
     dense = 1
     while dims and dims[0][1] == dense:
         dense *= dims.pop(0)[0]
     for index in product(*(range(size) for size, _ in dims)):
-        at = tensor.storage_offset() + sum(i * stride for i, (_, stride) in zip(index, dims, strict=True))
+        at = int(tensor.storage_offset()) + sum(i * stride for i, (_, stride) in zip(index, dims, strict=True))
         yield at * tensor.itemsize, (at + dense) * tensor.itemsize
 
 
