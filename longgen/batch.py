@@ -110,11 +110,13 @@ def planned_options(
     Raises CapacityError if it does not fit.
     """
     from longgen.kv.plan import Planner, PlanOptions
+    from longgen.kv.transfer import make_current
     from longgen.model.shape import model_shape
     from longgen.planning import Limits, hold_to, run_machine, summary
 
     options = engine_options(settings)
     device = options.torch_device()
+    make_current(device)
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
     choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)

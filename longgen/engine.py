@@ -17,6 +17,7 @@ from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.sampling import Sampler
+from longgen.shortage import shortage_reported
 from longgen.sparse.base import Phase, SparsePolicy
 
 DEFAULT_CHUNK_TOKENS = 4096
@@ -111,12 +112,14 @@ class Engine:
         Raises:
             UsageError: options that contradict each other or name a device that is not there.
             CheckpointError: a folder that is broken or of an unsupported kind.
+            CapacityError: weights and buffers do not fit on the device.
         """
         device = options.torch_device()
         options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
         # A config that names no dtype means PyTorch's default, as it does to transformers.
         dtype = (read_config(folder).dtype or torch.float32) if options.dtype == "auto" else options.torch_dtype()
-        return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
+        with shortage_reported("loading the model", device):
+            return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
 
     @classmethod
     def over(cls, provider: Provider, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:
@@ -233,7 +236,9 @@ class Engine:
     def _run(self, slot_ids: list[int], ids: torch.Tensor, phase: Phase) -> torch.Tensor:
         """One pass of ids [B, n] over the slots; returns the logits of each one's last token, float32 [B, vocab]."""
         count = ids.shape[1]
-        with self.store.begin([(slot_id, count) for slot_id in slot_ids], phase) as pass_:
+        requests = [(slot_id, count) for slot_id in slot_ids]
+        doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
+        with shortage_reported(doing, self.provider.device), self.store.begin(requests, phase) as pass_:
             upload = self.store.transfer.upload
             positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
             logits = self.provider.forward(pass_, upload(ids), upload(positions))

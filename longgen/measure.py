@@ -89,7 +89,7 @@ def measure_memory(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = 
 
 def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
     """The rates of a CUDA device for a model, for predictions. Gives back the memory it took."""
-    transfer = open_transfer(device)
+    transfer = open_transfer(device, warns=False)
     copies = measure_copies(transfer, COPY_BYTES)
     rates = Rates(
         attention=measure_attention(transfer, shape, ROWS, KEYS),

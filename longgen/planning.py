@@ -98,11 +98,21 @@ def run_machine(limits: Limits, shape: ModelShape, device: Any) -> Machine:
         if isinstance(limits.gpu_memory, int | float):
             raise UsageError("gpu_memory limits a GPU, and this run is on the CPU; leave it out, or give cpu_memory")
         return Machine(host_budget(limits.cpu_memory), None, None, shared=True)
-    from longgen.measure import measure_rates
-
     index = device.index or 0
     budget = device_budget(limits.gpu_memory, index)
-    return Machine(host_budget(limits.cpu_memory), budget, rates_of(limits, measure_rates(device, shape)))
+    return Machine(host_budget(limits.cpu_memory), budget, rates_of(limits, _rates_here(device, shape)))
+
+
+def _rates_here(device: Any, shape: ModelShape) -> Rates:
+    """The device's rates; the reference's where no memory is free to measure them: the plan then says what fits."""
+    from longgen.measure import measure_rates
+    from longgen.shortage import shortage_reported
+
+    try:
+        with shortage_reported("measuring the device", device):
+            return measure_rates(device, shape)
+    except CapacityError:
+        return reference_rates(shape.head_dim)
 
 
 def hold_to(plan: MemoryPlan, gpu_memory: int | float | None, device: Any) -> None:

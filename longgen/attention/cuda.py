@@ -6,13 +6,15 @@ key; a window is the (left, right) pair of the FlashAttention papers' code, left
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from longgen.attention.call import AttentionCall, Partial
+from longgen.attention.merge import MergedAttention
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -68,7 +70,11 @@ class TorchFlash:
 
 
 class TorchCudnn:
-    """cuDNN's fused attention through torch. It builds a plan for every new shape, so odd key counts are refused."""
+    """cuDNN's fused attention through torch.
+
+    It builds a plan for every new shape. So only multiples of 256 keys are taken, and without a mask they are split
+    into powers of two, whose parts are merged: a few plans serve every length.
+    """
 
     name = "torch-cudnn"
     key_multiple = 256
@@ -83,11 +89,25 @@ class TorchCudnn:
             reason = "no sliding window through torch"
         if reason is None and call.causal and n != m:
             reason = "its causal mask is aligned at the first key"
-        if reason is None and not call.causal and m % self.key_multiple:
+        if reason is None and m % self.key_multiple:
             reason = f"{m} keys are not a multiple of {self.key_multiple}: every new length costs a plan"
         return reason
 
     def __call__(self, call: AttentionCall) -> Partial:
+        if call.causal:
+            return self._attend(call)
+        parts = [
+            self._attend(replace(call, k=call.k[:, start:stop], v=call.v[:, start:stop]))
+            for start, stop in powers_of_two(call.k.shape[1])
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        merged = MergedAttention(parts[0])
+        for part in parts[1:]:
+            merged.add(part)
+        return merged.partial()
+
+    def _attend(self, call: AttentionCall) -> Partial:
         # Without grouped heads: a KV head's query heads become rows (no mask), or share its keys by stride (causal).
         (q_heads, n, head_dim), kv_heads = call.q.shape, call.k.shape[0]
         if call.causal:
@@ -102,6 +122,15 @@ class TorchCudnn:
         if call.causal:
             out, lse = out.transpose(0, 1), lse.transpose(0, 1)
         return out.reshape(q_heads, n, head_dim), lse.reshape(q_heads, n)
+
+
+def powers_of_two(count: int) -> Iterator[tuple[int, int]]:
+    """Splits range(count) into pieces [start, stop) whose lengths are different powers of two, longest first."""
+    start = 0
+    while start < count:
+        stop = start + (1 << ((count - start).bit_length() - 1))
+        yield start, stop
+        start = stop
 
 
 class FlashPackage:

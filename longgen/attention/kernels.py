@@ -61,7 +61,7 @@ class CallKind:
 
     def sample(self, device: torch.device) -> AttentionCall:
         """A small random call of this kind; K and V are parts of a longer buffer, as in the store."""
-        n = {Rows.ONE: 1, Rows.FEW: 8, Rows.MANY: 160}[self.rows]
+        n = {Rows.ONE: 1, Rows.FEW: 8, Rows.MANY: 256}[self.rows]
         window = 33 if self.windowed else None
         m = n if self.causal and window is None else CHECK_KEYS
         generator = torch.Generator(device).manual_seed(0)
@@ -137,6 +137,8 @@ def _disagreement(backend: Backend, call: AttentionCall) -> str | None:
     except Exception as error:  # whatever a third-party kernel raises means that it cannot be used
         return f"failed when tried ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     expected_out, expected_lse = reference(call)
+    if (out.shape, lse.shape) != (expected_out.shape, expected_lse.shape):
+        return f"gives out {tuple(out.shape)} and log-sum-exp {tuple(lse.shape)}, which are not the shapes of the call"
     out_error = float((out.double() - expected_out).norm() / expected_out.norm())
     if not out_error <= tolerance:
         return f"differs from the reference by {out_error:.1e} (allowed: {tolerance:.0e})"

@@ -35,6 +35,10 @@ class MergedAttention:
         self._out[heads] += out * (lse - merged).exp()[..., None]
         self._lse[heads] = merged
 
+    def partial(self) -> Partial:
+        """What was merged, as one part: (out fp32, lse)."""
+        return self._out, self._lse
+
     def result(self) -> torch.Tensor:
         """The merged output, [q_heads, n, head_dim] fp32."""
         return self._out

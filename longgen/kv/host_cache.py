@@ -101,9 +101,7 @@ class HostCache:
 
     def release(self, slot_id: int) -> None:
         """Returns a slot's extents to the pool. No queue may still use them."""
-        for extent in self._extents[slot_id]:
-            if extent.stop - extent.first == self._extent_blocks and extent.memory.numel():
-                self._pool.append(extent.memory)
+        self._pool += [extent.memory for extent in self._extents[slot_id] if extent.memory.numel()]
         self._extents[slot_id].clear()
 
     def poison_pool(self, value: float) -> None:
@@ -134,10 +132,17 @@ class HostCache:
         return Extent(first, stop, memory, keys, values)
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        for index, memory in enumerate(self._pool):
-            if memory.numel() == nbytes:
-                return self._pool.pop(index)
+        """The smallest returned piece that is large enough, or new memory.
+
+        Pieces that are too small are let go first, so that requests of different lengths together hold no more than
+        the longest of them.
+        """
+        enough = [index for index, memory in enumerate(self._pool) if memory.numel() >= nbytes > 0]
+        if enough:
+            return self._pool.pop(min(enough, key=lambda index: self._pool[index].numel()))
         try:
+            if nbytes:
+                self._pool.clear()
             return self._allocate(nbytes)
         except (RuntimeError, OSError, OverflowError) as error:
             raise CapacityError(

@@ -48,17 +48,26 @@ class PinnedMemory:
     driver then stages every copy, at about a sixth of the rate, and the host waits for it. One warning says so.
     """
 
-    def __init__(self, register: Register = cuda_register, unregister: Callable[[int], None] = cuda_unregister) -> None:
-        self._register, self._unregister = register, unregister
+    def __init__(
+        self,
+        register: Register = cuda_register,
+        unregister: Callable[[int], None] = cuda_unregister,
+        *,
+        warns: bool = True,
+    ) -> None:
+        """`warns`: whether the first refusal is worth a warning here (measuring leaves it to the run that follows)."""
+        self._register, self._unregister, self._warns = register, unregister, warns
         self.refused: str | None = None  # why memory is pageable, once a registration has been refused
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], zeroed, unpinned and unmapped when the tensor's memory is no longer used."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        mapping = mmap.mmap(-1, nbytes)
+        # Private, since shared memory takes huge pages on few machines. Some kernels have none, and refuse to be asked.
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         buffer = (ctypes.c_ubyte * nbytes).from_buffer(mapping)
         memory = torch.frombuffer(buffer, dtype=torch.uint8)
         memory.zero_()  # touches every page, in parallel: registration of untouched memory does it on one core
@@ -74,8 +83,9 @@ class PinnedMemory:
             weakref.finalize(buffer, _release, self._unregister, address, mapping)
             return
         self.refused = f"CUDA refused to pin {nbytes:,} bytes of host memory (error {code})"
-        logging.getLogger("longgen").warning(
-            "%s: copies will run at about a sixth of the wire's rate. Raise the limit on locked memory (ulimit -l) "
-            "if there is one.",
-            self.refused,
-        )
+        if self._warns:
+            logging.getLogger("longgen").warning(
+                "%s: copies will run at about a sixth of the wire's rate. Raise the limit on locked memory (ulimit -l) "
+                "if there is one.",
+                self.refused,
+            )

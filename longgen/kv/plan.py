@@ -21,6 +21,7 @@ from longgen.model_shape import FULL, ModelShape
 from longgen.units import show_bytes, show_length
 
 RUNTIME_BYTES = 768 << 20  # CUDA context, kernels, workspaces of cuBLAS and cuDNN
+SPARE_PART = 32  # a thirty-second of the device is left free of resident blocks: library workspaces, page tables, gaps
 ALLOCATOR_PART = 50  # a fiftieth of what torch allocates is lost to rounding and gaps
 PROCESS_BYTES = 1 << 30  # host memory of Python, torch and CUDA beside the KV cache
 MOST_CHUNK_TOKENS = 16384
@@ -246,7 +247,7 @@ class Planner:
         sizes = replace(sizes, prefill_depth=depth)
         if self._options.resident_blocks is not None:
             return sizes
-        left = self._room - self._needs(sizes).total
+        left = self._room - self._room // SPARE_PART - self._needs(sizes).total
         blocks = left // (sizes.slots * self.model.count(FULL) * self._kv.block_bytes)
         return replace(sizes, resident_blocks=max(0, min(blocks, self._kv.blocks_for(tokens))))
 

@@ -101,10 +101,10 @@ class CpuTransfer(Transfer):
 class CudaTransfer(Transfer):
     """Two copy streams beside the current one, ordered by events; host memory is pinned in place."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, warns: bool = True) -> None:
         self.device = device
         self._streams = {Queue.LOAD: torch.cuda.Stream(device), Queue.OFFLOAD: torch.cuda.Stream(device)}
-        self._pinned = PinnedMemory()
+        self._pinned = PinnedMemory(warns=warns)
 
     @property
     def pinning_refusal(self) -> str | None:
@@ -152,6 +152,13 @@ class CudaTransfer(Transfer):
                     head_target.copy_(head_source, non_blocking=True)
 
 
-def open_transfer(device: torch.device) -> Transfer:
-    """The transfer of a device: CPU or CUDA."""
-    return CudaTransfer(device) if device.type == "cuda" else CpuTransfer()
+def make_current(device: torch.device) -> None:
+    """Makes a CUDA device the process's current one. Pinning and some kernels go by it: with another one current they
+    would take memory there too."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def open_transfer(device: torch.device, *, warns: bool = True) -> Transfer:
+    """The transfer of a device: CPU or CUDA. `warns`: whether memory that cannot be pinned is worth a warning."""
+    return CudaTransfer(device, warns=warns) if device.type == "cuda" else CpuTransfer()

@@ -10,6 +10,7 @@ import torch
 
 from longgen.attention.call import AttentionCall, reference
 from longgen.attention.cpu import CpuFlash
+from longgen.attention.cuda import powers_of_two
 from longgen.attention.merge import MergedAttention
 
 GROUPS, KV_HEADS, HEAD_DIM = 2, 3, 16
@@ -115,3 +116,22 @@ def test_a_log_sum_exp_of_base_two_would_spoil_the_merge() -> None:
     merged.add((second[0], second[1] / 0.6931))
     expected = reference(call)[0].float()
     assert float((merged.result() - expected).norm() / expected.norm()) > 2e-2
+
+
+@pytest.mark.parametrize("count", [256, 768, 1024, 9216, 65_536 + 256])
+def test_lengths_split_into_powers_of_two(count: int) -> None:
+    pieces = list(powers_of_two(count))
+    assert pieces[0][0] == 0 and pieces[-1][1] == count
+    assert all(stop == start for (_, stop), (start, _) in pairwise(pieces))
+    lengths = [stop - start for start, stop in pieces]
+    assert all(bin(length).count("1") == 1 for length in lengths) and len(set(lengths)) == len(lengths)
+
+
+def test_a_merge_is_a_part_again() -> None:
+    call = make_call(5, 30, seed=1)
+    merged = MergedAttention(CpuFlash()(part_of(call, slice(0, 9))))
+    merged.add(CpuFlash()(part_of(call, slice(9, None))))
+    out, lse = merged.partial()
+    expected_out, expected_lse = reference(call)
+    torch.testing.assert_close(out, expected_out.float(), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=1e-5)

@@ -44,10 +44,10 @@ KEYS = (
 
 
 def open_reader(dtype: str = "auto") -> Reader:
-    """Blocks of 256 on the CPU, a ring of two entries of two blocks, nothing resident."""
+    """Blocks of 256 on the CPU, a ring of two entries of eight blocks, nothing resident."""
     folder = resolve_checkpoint("demo")
     options = EngineOptions(
-        device="cpu", dtype=dtype, block_size=BLOCK, chunk_size=8 * BLOCK, ring_entries=2, ring_blocks=2
+        device="cpu", dtype=dtype, block_size=BLOCK, chunk_size=16 * BLOCK, ring_entries=2, ring_blocks=8
     )
     tokenizer = TextTokenizer.load(folder)
     return Reader(Engine.load(folder, options), tokenizer, tokenizer.eos_ids(folder))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longgen.engine import EngineOptions
-from longgen.errors import SlotError, UsageError
+from longgen.errors import CapacityError, SlotError, UsageError
 from longgen.sampling import Sampler, SamplingSettings
 from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase
 from longgen.sparse.full import FullAttentionPolicy
@@ -53,6 +53,27 @@ def test_an_error_inside_the_model_leaves_the_slot_as_it_was(
         engine.extend(ids[:20] + 1)
     assert engine.store.length(0) == 64
     torch.testing.assert_close(engine.extend(ids[64:]), expected, atol=1e-4, rtol=0)
+
+
+def run_out(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_device_memory_that_runs_out_in_a_pass_is_one_error_and_leaves_the_slot(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(build("qwen3"))
+    engine.prefill(random_ids(64)[0])
+    with monkeypatch.context() as patch, pytest.raises(CapacityError, match="running 10 tokens after 64"):
+        patch.setattr(engine.provider.model.model.norm, "forward", run_out)
+        engine.extend(random_ids(10)[0])
+    assert engine.store.length(0) == 64
+
+
+def test_device_memory_that_runs_out_while_loading_is_one_error(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longgen.engine.Provider.load", run_out)
+    with pytest.raises(CapacityError, match="while loading the model"):
+        open_engine(build("qwen3"))
 
 
 def test_reset_all_empties_every_slot(build: Build) -> None:

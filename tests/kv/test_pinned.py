@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,12 @@ def test_no_bytes_are_no_registration() -> None:
     registry = Registry()
     assert registry.memory().allocate(0).shape == (0,)
     assert not registry.asked
+
+
+def test_a_kernel_without_huge_pages_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutHugePages(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    assert Registry().memory().allocate(4096).numel() == 4096

@@ -101,7 +101,20 @@ def test_host_memory_is_exact_for_an_announced_request() -> None:
         store.announce(0, 24)
         run_pass(store, mirror, [(0, 24)], None)
         store.reset(0)
-    assert store.host_bytes <= 9 * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2  # full extents only, and no more of them
+    assert store.host_bytes == blocks * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2  # the longest request's, and no more
+
+
+@pytest.mark.parametrize("lengths", [(41, 23, 40, 9, 41), (9, 41, 23), (24, 48, 24)])
+def test_requests_of_different_lengths_hold_no_more_than_the_longest(lengths: tuple[int, ...]) -> None:
+    store, mirror, longest = make_store(run_blocks=3), make_mirror(), 0
+    for length in lengths:
+        store.announce(0, length)
+        for n in [24] * (length // 24) + [length % 24] * (length % 24 > 0):
+            run_pass(store, mirror, [(0, n)], [n])
+        longest = max(longest, -(-length // 4))
+        assert store.host_bytes <= longest * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2
+        store.reset(0)
+        mirror.truncate(0, 0)
 
 
 def test_memory_that_cannot_be_had_is_one_error_with_the_bytes() -> None:

@@ -15,7 +15,8 @@ from longgen.cli import main
 from longgen.engine import Engine
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.plan import Planner, PlanOptions
-from longgen.planning import Limits, find_shape, parse_tflops, run_machine, this_machine
+from longgen.kv.predict import reference_rates
+from longgen.planning import Limits, _rates_here, find_shape, parse_tflops, run_machine, this_machine
 from tests.checkpoints import Build
 from tests.plan.machines import GIB, machine
 
@@ -189,7 +190,9 @@ def test_a_run_says_its_plan_in_three_lines_and_keeps_to_it(
 ) -> None:
     engines = _noting(monkeypatch, Engine, "load")
     plans = _noting(monkeypatch, Planner, "plan")
-    assert main(_run(build("qwen3"), prompt, "--chunk-size", "64", "--resident-blocks", "2")) == 0
+    folder = build("qwen3")
+    capsys.readouterr()  # what making the checkpoint says
+    assert main(_run(folder, prompt, "--chunk-size", "64", "--resident-blocks", "2")) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["memory", "host", "chunk"]
     assert lines[3].startswith("longgen: chunk 64, ring ")
@@ -249,3 +252,12 @@ def test_the_longest_of_several_prompts_is_planned(
     assert main(_run(build("qwen3"), short, "--prompt", str(prompt))) == 1
     assert asked[0][0] > 100
     assert asked[0][1] == 2
+
+
+def test_a_card_without_room_to_measure_takes_the_reference_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("longgen.measure.measure_rates", run_out)
+    shape = find_shape("qwen")
+    assert _rates_here(torch.device("cpu"), shape) == reference_rates(shape.head_dim)
