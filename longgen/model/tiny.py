@@ -23,6 +23,7 @@ from transformers import (
 
 from longgen.errors import UsageError
 from longgen.model.checkpoint import SUPPORTED_TYPES, VISION_TYPES
+from longgen.model.quiet import quiet_transformers
 from longgen.model.text_config import HYBRID_TYPES
 
 VOCAB_SIZE = 320  # a little more than the tokenizer's, as in the real checkpoints
@@ -95,7 +96,8 @@ def make_checkpoint(
     model = _build_model(model_type, settings, tied)
     _fill_weights(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
     _save_tokenizer(folder)
     return folder
 

@@ -191,7 +191,6 @@ def test_a_run_says_its_plan_in_three_lines_and_keeps_to_it(
     engines = _noting(monkeypatch, Engine, "load")
     plans = _noting(monkeypatch, Planner, "plan")
     folder = build("qwen3")
-    capsys.readouterr()  # what making the checkpoint says
     assert main(_run(folder, prompt, "--chunk-size", "64", "--resident-blocks", "2")) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["memory", "host", "chunk"]
