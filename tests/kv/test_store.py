@@ -104,7 +104,7 @@ def test_host_memory_is_exact_for_an_announced_request() -> None:
     assert store.host_bytes == blocks * 4 * 2 * KV_HEADS * HEAD_DIM * 4 * 2  # the longest request's, and no more
 
 
-@pytest.mark.parametrize("lengths", [(41, 23, 40, 9, 41), (9, 41, 23), (24, 48, 24)])
+@pytest.mark.parametrize("lengths", [(41, 23, 40, 9, 41), (9, 41, 23), (4, 12, 48)])
 def test_requests_of_different_lengths_hold_no_more_than_the_longest(lengths: tuple[int, ...]) -> None:
     store, mirror, longest = make_store(run_blocks=3), make_mirror(), 0
     for length in lengths:
