@@ -9,7 +9,7 @@ import torch
 
 from longgen.engine import Engine
 from tests.checkpoints import Build, random_ids
-from tests.engine.running import answer, feed, open_engine, poison
+from tests.engine.running import answer, check_a_b_a, feed, open_engine, poison
 
 KINDS = [
     ("qwen3", {"head_dim": 64}),
@@ -38,14 +38,7 @@ def test_a_b_a(
 ) -> None:
     a, b = random_ids(531, seed=1), random_ids(other, seed=2)
     fresh = answer(open_on(build, device, kind, options, resident), a)
-    engine = open_on(build, device, kind, options, resident)
-    for _ in range(2):
-        assert answer(engine, a) == fresh
-        engine.reset()
-        answer(engine, b)
-        engine.reset()
-        poison(engine)
-    assert answer(engine, a) == fresh
+    check_a_b_a(open_on(build, device, kind, options, resident), fresh, a, b)
 
 
 @pytest.mark.parametrize("resident", RESIDENT)

@@ -75,3 +75,14 @@ def chunks_of(total: int, size: int, tail: int) -> Sequence[int]:
     prompt = total - tail
     full, rest = divmod(prompt, size)
     return [size] * full + [rest] * (rest > 0) + [1] * tail
+
+
+def check_a_b_a(engine: Engine, fresh: list[int], a: torch.Tensor, b: torch.Tensor) -> None:
+    """A, B, A, B, A in one engine, poisoned after every B: A always gets `fresh`, the answer of a fresh engine."""
+    for _ in range(2):
+        assert answer(engine, a) == fresh
+        engine.reset()
+        answer(engine, b)
+        engine.reset()
+        poison(engine)
+    assert answer(engine, a) == fresh

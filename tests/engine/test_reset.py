@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoints import Build, random_ids
-from tests.engine.running import answer, feed, open_engine, poison
+from tests.engine.running import answer, check_a_b_a, feed, open_engine, poison
 
 KINDS = [
     ("qwen3", {}),
@@ -23,14 +23,9 @@ RESIDENT = [0, 3, 32]
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_a_b_a(build: Build, kind: str, options: dict[str, object], other: int, resident: int) -> None:
     folder = build(kind, **options)
-    engine, a, b = open_engine(folder, resident=resident), random_ids(131, seed=1), random_ids(other, seed=2)
+    a, b = random_ids(131, seed=1), random_ids(other, seed=2)
     fresh = answer(open_engine(folder, resident=resident), a)
-    assert answer(engine, a) == fresh
-    engine.reset()
-    answer(engine, b)
-    engine.reset()
-    poison(engine)
-    assert answer(engine, a) == fresh
+    check_a_b_a(open_engine(folder, resident=resident), fresh, a, b)
 
 
 @pytest.mark.parametrize("resident", RESIDENT)
