@@ -14,7 +14,6 @@ from longgen.kv.layout import KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import Event, Queue, open_transfer
-from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.sampling import Sampler
 from longgen.shortage import shortage_reported
@@ -59,15 +58,14 @@ class EngineOptions:
 
     def store_sizes(self) -> StoreSizes:
         """The sizes that a store is built with. Raises UsageError as `chunk_tokens`."""
-        return StoreSizes(
+        return StoreSizes.for_block(
+            self.block_size,
             slots=self.slots,
             chunk_tokens=self.chunk_tokens(),
             ring_entries=self.ring_entries,
             run_blocks=self.ring_blocks,
             prefill_depth=self.prefill_depth,
-            decode_tokens=min(16, self.block_size),
             resident_blocks=self.resident_blocks,
-            window_keep=self.block_size,
         )
 
     def torch_dtype(self) -> torch.dtype:
@@ -116,8 +114,7 @@ class Engine:
         """
         device = options.torch_device()
         options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
-        # A config that names no dtype means PyTorch's default, as it does to transformers.
-        dtype = (read_config(folder).dtype or torch.float32) if options.dtype == "auto" else options.torch_dtype()
+        dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
             return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
 

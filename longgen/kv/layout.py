@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,7 @@ class KVLayout:
         kv_heads, head_dim: shape of one token's K (and V) in one layer.
         dtype: of K and V.
         block_size: tokens of one layer in a block, the unit of placement and selection.
+        shape: the same without torch, for arithmetic.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -27,14 +28,11 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
     block_size: int
+    shape: KVShape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _ = self.shape  # which checks the numbers
-
-    @property
-    def shape(self) -> KVShape:
-        """The same without torch, for arithmetic."""
-        return KVShape(self.layers, self.kv_heads, self.head_dim, self.dtype.itemsize, self.block_size)
+        shape = KVShape(self.layers, self.kv_heads, self.head_dim, self.dtype.itemsize, self.block_size)
+        object.__setattr__(self, "shape", shape)
 
     @property
     def full_layers(self) -> tuple[int, ...]:

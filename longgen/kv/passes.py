@@ -107,7 +107,7 @@ class Pass:
             else self._attend_full(layer, member, q[i], k[i], v[i], scale)
             for i, member in enumerate(self._members)
         ]
-        return torch.stack(rows).transpose(1, 2).to(q.dtype)
+        return torch.stack([row.to(q.dtype).transpose(0, 1) for row in rows])
 
     def commit(self, accepted: int | Sequence[int] | None = None) -> None:
         """Makes the tokens, or the first `accepted` of each slot, part of the slots, and ends the pass."""

@@ -193,15 +193,14 @@ class Planner:
         rings = dict.fromkeys((entries, max(1, min(tokens // block, blocks))) for entries, tokens in RINGS)
         for chunk in self._chunks(blocks):
             for entries, run_blocks in rings:
-                yield StoreSizes(
+                yield StoreSizes.for_block(
+                    block,
                     slots=options.slots,
                     chunk_tokens=chunk,
                     ring_entries=entries,
                     run_blocks=run_blocks,
                     prefill_depth=2,
-                    decode_tokens=min(16, block),
                     resident_blocks=options.resident_blocks or 0,
-                    window_keep=block,
                 )
 
     def _chunks(self, blocks: int) -> list[int]:

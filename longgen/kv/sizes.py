@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from longgen.errors import UsageError
 from longgen.kv.shape import KVShape
+
+MOST_DECODE_TOKENS = 16  # staged in the decode buffer; a larger pass is a chunk
 
 
 def window_capacity(window: int, pass_tokens: int, keep: int) -> int:
@@ -61,6 +64,11 @@ class StoreSizes:
     decode_tokens: int = 16
     resident_blocks: int | Mapping[int, int] = 0
     window_keep: int = 1024
+
+    @classmethod
+    def for_block(cls, block_size: int, **chosen: Any) -> StoreSizes:
+        """Sizes of which `chosen` are given and the decode margin and the window's slack follow from the block."""
+        return cls(decode_tokens=min(MOST_DECODE_TOKENS, block_size), window_keep=block_size, **chosen)
 
     def check(self, shape: KVShape) -> None:
         """Raises UsageError for sizes that cannot work."""

@@ -176,12 +176,12 @@ def _text_config(config: Any) -> Any:
     return text
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_model(folder: Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """Loads the text model for inference, its attention calls going to the Pass.
 
     Args:
         folder: a checkpoint folder with safetensors weights.
-        dtype: of the loaded weights.
+        dtype: of the loaded weights; None is the config's, or float32 where it names none, as in transformers.
         device: where the model is put.
 
     Returns:
@@ -194,7 +194,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
     check_weights(folder, config)
     register_attention()
     with quiet_transformers():
-        model, report = _from_pretrained(folder, config, dtype)
+        model, report = _from_pretrained(folder, config, dtype or config.dtype or torch.float32)
     _check_report(folder, report)
     return model.to(device).eval().requires_grad_(False)
 

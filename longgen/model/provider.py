@@ -13,7 +13,7 @@ from longgen.kv.layout import AttentionLayer
 from longgen.model.adapter import PassCache, cache_keyword
 from longgen.model.checkpoint import load_model
 from longgen.model.recurrence import use_torch_code
-from longgen.model.rope import ExactRotary, trained_window
+from longgen.model.rope import ExactRotary
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
 from longgen.model.text_config import attention_layers, head_dim
 
@@ -51,8 +51,11 @@ class Provider:
         )
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device, slots: int = 1) -> Provider:
-        """Loads a checkpoint folder. Raises CheckpointError if it is broken or of an unsupported kind."""
+    def load(cls, folder: Path, *, dtype: torch.dtype | None, device: torch.device, slots: int = 1) -> Provider:
+        """Loads a checkpoint folder; `dtype` None is the checkpoint's own.
+
+        Raises CheckpointError if it is broken or of an unsupported kind.
+        """
         model: Any = load_model(folder, dtype, device)
         return cls(model, model.config, slots=slots)
 
@@ -67,11 +70,6 @@ class Provider:
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
-
-    @property
-    def max_position(self) -> int:
-        """Tokens the model was made for, see `trained_window`."""
-        return trained_window(self.config)
 
     @property
     def is_recurrent(self) -> bool:

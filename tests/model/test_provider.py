@@ -10,6 +10,7 @@ import torch
 from longgen.errors import LongGenError, SlotError, UsageError
 from longgen.kv.layout import AttentionLayer
 from longgen.model.provider import Provider
+from longgen.model.rope import trained_window
 from longgen.model.tiny import make_checkpoint
 from tests.checkpoints import HYBRID_TYPES, Build, random_ids
 from tests.model.running import feed, load
@@ -48,11 +49,11 @@ def test_windows_come_from_the_config(build: Build, model_type: str, windows: tu
 
 
 def test_yarn_stretches_the_trained_window(build: Build) -> None:
-    assert load(build("qwen3", max_position=4096))[0].max_position == 4096
+    assert trained_window(load(build("qwen3", max_position=4096))[0].config) == 4096
     provider, _ = load(build("qwen3", max_position=4096, yarn=True))  # by 4, over a quarter of 4096
-    assert provider.max_position == 4096
+    assert trained_window(provider.config) == 4096
     provider.config.rope_parameters["original_max_position_embeddings"] = 4096  # as Qwen2.5 documents it
-    assert provider.max_position == 4 * 4096
+    assert trained_window(provider.config) == 4 * 4096
 
 
 def test_only_the_last_rows_of_logits_are_computed(build: Build) -> None:

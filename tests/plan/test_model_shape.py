@@ -12,6 +12,7 @@ from longgen.costs import estimate_activations
 from longgen.engine import Engine, EngineOptions
 from longgen.model.checkpoint import SUPPORTED_TYPES, random_model, read_config
 from longgen.model.provider import Provider
+from longgen.model.rope import trained_window
 from longgen.model.shape import model_shape
 from tests.checkpoints import Build
 from tests.plan.live import LiveBytes
@@ -35,7 +36,7 @@ def test_layers_and_states_are_those_of_the_provider(build: Build, model_type: s
     shape = model_shape(read_config(folder), "tiny", "bfloat16")
     assert shape.layers == provider.layer_specs()
     assert (shape.kv_heads, shape.head_dim, shape.vocab) == (provider.kv_heads, provider.head_dim, provider.vocab_size)
-    assert shape.trained_window == provider.max_position
+    assert shape.trained_window == trained_window(provider.config)
     states = provider._states
     held = 0 if states is None else states.conv.nbytes + states.recurrent.nbytes
     assert shape.state_bytes(slots) == held
