@@ -40,6 +40,13 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--evaluate-only", action="store_true", help="only evaluate the folder that is there")
     parser.add_argument("--eval-lengths", default=None, help="such as 1K,8K,64K (CPU to 32K, GPU to 512K); '' for none")
     parser.add_argument("--eval-depths", type=int, default=10, help="documents of each sort at each length")
+    parser.add_argument("--eval-chunk", default="4K", help="tokens in a chunk of the prefill (default: 4K)")
+    parser.add_argument(
+        "--eval-distractors",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also ask for magic numbers among others (default)",
+    )
     return parser.parse_args()
 
 
@@ -55,7 +62,9 @@ def main(description: str | None) -> None:
     if lengths is None:
         lengths = "1K,8K,64K,512K" if on_gpu else "1K,8K,32K"
     sizes = [parse_length(length) for length in lengths.split(",") if length]
-    rows = report(evaluate(args.out, args.device, sizes, args.eval_depths, args.seed)) if sizes else []
+    engine = EngineOptions(device=args.device, chunk_size=parse_length(args.eval_chunk))
+    asked = evaluate(args.out, engine, sizes, args.eval_depths, distractors=args.eval_distractors, seed=args.seed)
+    rows = report(asked) if sizes else []
     summary = {
         "folder": str(args.out),
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
