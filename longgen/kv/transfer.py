@@ -156,7 +156,7 @@ def make_current(device: torch.device) -> None:
     """Makes a CUDA device the process's current one. Pinning and some kernels go by it: with another one current they
     would take memory there too."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # a device without an index is refused
 
 
 def open_transfer(device: torch.device, *, warns: bool = True) -> Transfer:
