@@ -17,7 +17,7 @@ from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.parts import StoreSizes
 from longgen.kv.pinned import PinnedMemory, cuda_register, cuda_unregister
 from longgen.kv.store import KVStore
-from longgen.kv.transfer import CudaTransfer, Transfer
+from longgen.kv.transfer import CudaTransfer, Transfer, make_current
 from tests.checkpoints import Build, random_ids
 from tests.kv.mirror import Attended, Mirror, run_pass
 
@@ -34,6 +34,12 @@ def unregister_code(address: int) -> int:
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
     return code
+
+
+@pytest.mark.cuda
+def test_a_device_named_without_a_number_can_be_made_current() -> None:
+    make_current(torch.device("cuda"))
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.cuda
