@@ -126,7 +126,7 @@ def _alone(rng: random.Random, length: int, depths: Sequence[float]) -> Iterator
         yield hide(placed, _filler(rng), length - _QUESTION_BYTES), needles
 
 
-def _among(rng: random.Random, length: int, depths: Sequence[float]) -> Iterator[tuple[Document, list[Needle]]]:
+def _among(rng: random.Random, length: int, depths: Iterable[float]) -> Iterator[tuple[Document, list[Needle]]]:
     for depth in depths:
         needles = [_magic(rng, key) for key in rng.sample(KEYS, DISTRACTORS + 1)]
         places = [depth, *(rng.random() for _ in range(DISTRACTORS))]
