@@ -28,9 +28,11 @@ QWEN3_5_RULE = (
 RULES = frozenset({QWEN2_RULE, QWEN3_5_RULE})
 
 # What \s matches in the rules: Unicode's White_Space. Python's \s matches a little more, its \S a little less.
-_WIDE_SPACES = "".join(map(chr, range(0x2000, 0x200B)))
-WHITE_SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680" + _WIDE_SPACES + "\u2028\u2029\u202f\u205f\u3000"
-_BLANKS = WHITE_SPACE.replace("\n", "").replace("\r", "")
+_BLANKS = (
+    "\t\x0b\x0c \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
+WHITE_SPACE = "\r\n" + _BLANKS
 _SPACE_RUN = re.compile(f"[{WHITE_SPACE}]*")
 _NEWLINES = re.compile(r"[\r\n]*")
 
