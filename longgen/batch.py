@@ -211,7 +211,7 @@ def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:
             )
             raise UsageError(
                 f"the prompt {job.request.source} has {count:,} tokens, with one generated {count + 1:,}, "
-                f"which is more than {limit}; {remedy}, or shorten the prompt"
+                f"which is more than {limit}; {remedy}, or shorten the prompt, or give --truncate"
             )
 
 
