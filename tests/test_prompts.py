@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longgen.config import Settings, load_settings
@@ -144,6 +145,43 @@ def test_stop_strings_cut_exactly_even_across_tokens(checkpoint: Path, tmp_path:
     assert done.err.count(" generated (stop), ") == 2
     (tmp_path / "stop.yaml").write_text(f"stop: {json.dumps([stop])}\nmax_new_tokens: 40\nchat: false\n")
     assert run(checkpoint, [path], "--config", str(tmp_path / "stop.yaml")).out.decode() == text[:9] + "\n"
+
+
+def _speaking(folder: Path, text: str) -> None:
+    """Makes a checkpoint answer "a" with `text`, a byte at a time: each token's embedding is the next one's row of the
+    head, and the layers add nothing. No byte may come twice."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    bytes_ = [Tokenizer(tokenizer.backend_tokenizer.model).token_to_id(c) for c in _byte_characters("a" + text)]
+    chain = [*bytes_, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight.zero_()
+        for token, following in pairwise(chain):
+            model.lm_head.weight[following] = torch.nn.functional.normalize(
+                model.model.embed_tokens.weight[token], dim=0
+            )
+    model.save_pretrained(folder)
+
+
+def _byte_characters(text: str) -> str:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(part for part, _ in byte_level.pre_tokenize_str(text))
+
+
+def test_characters_of_several_bytes_and_a_genuine_replacement_character_go_out_whole(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "speaking", "qwen3")
+    _speaking(folder, "\ufffdb\U0001f642!")
+    path = tmp_path / "prompt.txt"
+    path.write_text("a")
+    done = run(folder, [path, path], "--raw")
+    assert (done.code, done.out.decode()) == (0, "\ufffdb\U0001f642!\n" * 2)
+    assert done.err.count("1 prompt tokens, 9 generated (stop)") == 2
+    # A stop string of several tokens, and output that nothing but whole characters ever reached.
+    assert run(folder, [path], "--raw", "--stop", "\U0001f642!").out.decode() == "\ufffdb\n"
 
 
 def test_a_prompt_without_room_is_refused_before_any_prefill_and_long_texts_have_a_bar(

@@ -141,6 +141,14 @@ def test_any_ids_stream_to_what_transformers_decodes(tokenizer: TextTokenizer, f
     assert tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=True)
 
 
+def test_a_genuine_replacement_character_is_text(tokenizer: TextTokenizer) -> None:
+    for text in ("\ufffd", "a\ufffd\ufffdb", "日\ufffd"):
+        stream = tokenizer.decode_stream()
+        pieces = [stream.push(token) for token in tokenizer.encode(text, chat=False).tolist()]
+        assert "".join(pieces) == text  # before the end, not only at it
+        assert stream.flush() == ""
+
+
 def test_half_a_character_at_the_end_is_flushed_as_a_replacement(tokenizer: TextTokenizer) -> None:
     stream = tokenizer.decode_stream()
     halves = tokenizer.encode("🙂", chat=False).tolist()[:-1]
