@@ -78,33 +78,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(options.checkpoint, options.one, options.check * MB)))
         return 0
     rows = []
-    print("| text | MB | seconds | per doubling | tokens | bytes of memory per byte | same ids |", file=sys.stderr)
-    print("| --- | --- | --- | --- | --- | --- | --- |", file=sys.stderr)
+    print(
+        "| text | MB | seconds | CPU seconds | per doubling | tokens | bytes of memory per byte | same ids |",
+        file=sys.stderr,
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", file=sys.stderr)
     for kind in options.kinds.split(","):
-        before: dict[str, Any] | None = None
-        for size in map(float, options.sizes.split(",")):
-            row = {"text": kind, "mb": size, **measured_apart(options, KINDS[kind](int(size * MB)))}
-            row["per_doubling"] = per_doubling(before, row)
+        for row in measured_kind(options, kind):
             rows.append(row)
             print(table_row(row), file=sys.stderr, flush=True)
-            before = row
     faults = [fault for row in rows for fault in faults_of(row)]
     print(json.dumps({**versions(), "rows": rows, "faults": faults}))
     return 1 if faults else 0
 
 
-def measured_apart(options: argparse.Namespace, text: bytes) -> dict[str, Any]:
-    """`measure` of a text, each time in a process of its own: the fewest seconds and the most memory."""
+def measured_kind(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+    """The rows of one kind of text. Sizes take turns, so that what else the machine does falls on all of them alike."""
+    sizes = [float(size) for size in options.sizes.split(",")]
+    rounds = [
+        [
+            measured_apart(options.checkpoint, KINDS[kind](int(size * MB)), 0 if number else options.check)
+            for size in sizes
+        ]
+        for number in range(options.repeat)
+    ]
+    rows: list[dict[str, Any]] = []
+    for size, runs in zip(sizes, zip(*rounds, strict=True), strict=True):
+        row = {"text": kind, "mb": size, **runs[0]}
+        row |= {name: min(run[name] for run in runs) for name in ("seconds", "cpu_seconds")}
+        row["bytes_per_byte"] = max(run["bytes_per_byte"] for run in runs)
+        row["per_doubling"] = per_doubling(rows[-1] if rows else None, row)
+        rows.append(row)
+    return rows
+
+
+def measured_apart(checkpoint: Path, text: bytes, check: float) -> dict[str, Any]:
+    """`measure` of a text in a process of its own."""
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
         file.write(text)
         file.flush()
-        command = [sys.executable, __file__, str(options.checkpoint), "--one", file.name, "--check", str(options.check)]
-        runs = [json.loads(subprocess.check_output(command)) for _ in range(options.repeat)]
-    return {
-        **runs[0],
-        "seconds": min(run["seconds"] for run in runs),
-        "bytes_per_byte": max(run["bytes_per_byte"] for run in runs),
-    }
+        command = [sys.executable, __file__, str(checkpoint), "--one", file.name, "--check", str(check)]
+        return json.loads(subprocess.check_output(command))
 
 
 def measure(checkpoint: Path, path: Path, check: float) -> dict[str, Any]:
@@ -117,12 +131,19 @@ def measure(checkpoint: Path, path: Path, check: float) -> dict[str, Any]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before, started = memory("VmRSS"), time.perf_counter()
+    before, started, computed = memory("VmRSS"), time.perf_counter(), time.process_time()
     request = read_requests([str(path)], None)[0]
     ids = tokenizer.encode(request.text, chat=False)
     seconds, grown = time.perf_counter() - started, memory("VmHWM") - before
+    computed = time.process_time() - computed
     size = path.stat().st_size
-    result: dict[str, Any] = {"seconds": seconds, "tokens": len(ids), "bytes_per_byte": grown / size, "same_ids": None}
+    result: dict[str, Any] = {
+        "seconds": seconds,
+        "cpu_seconds": computed,
+        "tokens": len(ids),
+        "bytes_per_byte": grown / size,
+        "same_ids": None,
+    }
     if size <= check:
         from transformers import AutoTokenizer
 
@@ -164,8 +185,8 @@ def table_row(row: dict[str, Any]) -> str:
     factor = "" if row["per_doubling"] is None else f"{row['per_doubling']:.2f} x"
     same = {True: "yes", False: "NO", None: ""}[row["same_ids"]]
     return (
-        f"| {row['text']} | {row['mb']:g} | {row['seconds']:.2f} | {factor} | {row['tokens']:,} | "
-        f"{row['bytes_per_byte']:.1f} | {same} |"
+        f"| {row['text']} | {row['mb']:g} | {row['seconds']:.2f} | {row['cpu_seconds']:.2f} | {factor} "
+        f"| {row['tokens']:,} | {row['bytes_per_byte']:.1f} | {same} |"
     )
 
 

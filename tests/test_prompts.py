@@ -180,8 +180,13 @@ def test_characters_of_several_bytes_and_a_genuine_replacement_character_go_out_
     done = run(folder, [path, path], "--raw")
     assert (done.code, done.out.decode()) == (0, "\ufffdb\U0001f642!\n" * 2)
     assert done.err.count("1 prompt tokens, 9 generated (stop)") == 2
-    # A stop string of several tokens, and output that nothing but whole characters ever reached.
+    # A stop string of several tokens.
     assert run(folder, [path], "--raw", "--stop", "\U0001f642!").out.decode() == "\ufffdb\n"
+    # Without stop tokens of its own the model goes on; a control token may be given as a stop string.
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert run(folder, [path], "--raw", "--stop", "<|im_end|>").out.decode() == "\ufffdb\U0001f642!\n"
 
 
 def test_a_prompt_without_room_is_refused_before_any_prefill_and_long_texts_have_a_bar(

@@ -169,6 +169,12 @@ def test_added_tokens_that_are_not_special_are_text() -> None:
     assert tokenizer.decode(ids) == "<think>a思考" == wrapped.decode(ids)
 
 
+def test_a_control_token_is_known_by_its_text(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.control_id("<|im_end|>") == 2
+    assert tokenizer.control_id("<|im_end") is None
+    assert tokenizer.control_id("the") is None
+
+
 def test_every_eos_id_of_the_generation_config_ends_a_text(
     tokenizer: TextTokenizer, folder: Path, tmp_path: Path
 ) -> None:
