@@ -66,10 +66,10 @@ def _how(config: Any, factor: float | None, total: int) -> str:
     original = original_window(config)
     if factor is None:
         own = yarn_factor(config)
-        return f"the checkpoint's own YaRN, factor {own:g} of {original:,}" if own > 1 else "none, as trained"
+        return f"the checkpoint's own YaRN, factor {own:.10g} of {original:,}" if own > 1 else "none, as trained"
     reach = int(original * factor)
     short = "" if reach >= total else ", which is less than the request"
-    return f"YaRN, factor {factor:g} of {original:,}, up to {reach:,}{short}"
+    return f"YaRN, factor {factor:.10g} of {original:,}, up to {reach:,}{short}"
 
 
 def stretch_config(config: Any, factor: float) -> None:
