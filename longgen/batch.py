@@ -12,23 +12,29 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from longgen.config import Settings, sampling_settings
 from longgen.errors import CheckpointError, LongGenError, OutputError, UsageError
 from longgen.names import checkpoint_name
-from longgen.progress import PrefillProgress
+from longgen.progress import PrefillProgress, TokenizingProgress
 from longgen.requests import Request
 from longgen.sampling import Sampler, SamplingSettings, record_seed
+from longgen.stopping import StopStrings
+from longgen.truncation import Cut, truncate
 
 if TYPE_CHECKING:
+    import torch
+
     from longgen.engine import Engine, EngineOptions
     from longgen.model.tokenizer import DecodeStream, TextTokenizer
+    from longgen.model.window import Stretch
 
 _SLOT = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request made ready for the engine. prompt: its token ids."""
+    """A request made ready for the engine. prompt: its token ids, int32 [n]; cut: what was left out of its text."""
 
     request: Request
-    prompt: tuple[int, ...]
+    prompt: torch.Tensor
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class RunOptions:
     """What holds for every job of a run.
 
     cap: most tokens of a prompt and its text together.   max_new_tokens: most tokens of the text alone.
-    stop_ids: token ids that end a text.   seed: see longgen.sampling.record_seed.
+    stop_ids, stops: token ids and strings that end a text.   seed: see longgen.sampling.record_seed.
     progress: whether to draw the prefill's bar.
     """
 
@@ -46,6 +52,7 @@ class RunOptions:
     sampling: SamplingSettings
     seed: int
     progress: bool
+    stops: tuple[str, ...] = ()
 
 
 def run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
@@ -75,22 +82,76 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     sampling = sampling_settings(settings, generation_settings(folder))
     tokenizer = TextTokenizer.load(folder)
     chat = tokenizer.has_chat_template if settings.chat is None else settings.chat
-    jobs = [Job(request, tuple(tokenizer.encode(request.text, chat))) for request in requests]
+    stops = settings.stop or ()
+    control_ids = {id_ for stop in stops if (id_ := tokenizer.control_id(stop)) is not None}
     options = RunOptions(
         cap=settings.max_len or trained_window(config),
         max_new_tokens=settings.max_new_tokens,
-        stop_ids=tokenizer.eos_ids(folder),
+        stop_ids=tokenizer.eos_ids(folder) | control_ids,
         sampling=sampling,
         seed=settings.seed,
         progress=err.isatty() if settings.progress is None else settings.progress,
+        stops=stops,
     )
+    jobs = encode_jobs(tokenizer, requests, chat, options, settings.truncate, err)
     check_lengths(jobs, options.cap, trained=settings.max_len is None)
     check_vocabulary(jobs, config.vocab_size)
+    stretch = chosen_stretch(config, settings, jobs, options.cap)
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
-    engine = Engine.load(folder, planned_options(model, config, jobs, settings, options.cap, err))
+    if stretch.notice:
+        print(f"longgen: {stretch.notice}", file=err)
+    planned = planned_options(model, config, jobs, settings, options.cap, err)
+    engine = Engine.load(folder, replace(planned, yarn_factor=stretch.factor))
     if note := slow_recurrence_note(config, engine.provider.device):
         print(f"longgen: note: {note}", file=err)
     return run_jobs(engine, tokenizer, jobs, options, out, err)
+
+
+def encode_jobs(
+    tokenizer: TextTokenizer,
+    requests: Sequence[Request],
+    chat: bool,
+    options: RunOptions,
+    place: str | None,
+    err: TextIO,
+) -> list[Job]:
+    """The requests as token ids. place: where texts are cut that leave no room for the new tokens; None cuts nothing.
+
+    Raises UsageError if a text is to be cut and nothing of it would be left.
+    """
+    jobs = []
+    total = sum(len(request.text) for request in requests)
+    with TokenizingProgress(total, shown=options.progress, stream=err) as bar:
+        for request in requests:
+            prompt = tokenizer.encode_prompt(request.text, chat, bar.update)
+            if place is None:
+                jobs.append(Job(request, prompt.ids))
+                continue
+            room = options.cap - options.max_new_tokens
+            try:
+                ids, cut = truncate(prompt, room, place, tokenizer.begins_inside)
+            except UsageError as error:
+                raise UsageError(
+                    f"the prompt {request.source} cannot be cut to --max-len, {options.cap:,}, less --max-new-tokens, "
+                    f"{options.max_new_tokens:,}: {error}"
+                ) from None
+            jobs.append(Job(request, ids, cut))
+    return jobs
+
+
+def chosen_stretch(config: Any, settings: Settings, jobs: Sequence[Job], cap: int) -> Stretch:
+    """The rotary angles for all jobs, which the longest one decides."""
+    from longgen.model.rope import trained_window
+    from longgen.model.window import choose_stretch
+
+    prompt, new = max(request_sizes(jobs, settings.max_new_tokens, cap), key=sum)
+    beyond = settings.max_len is not None and settings.max_len > trained_window(config)
+    return choose_stretch(config, settings.rope, prompt, new, beyond=beyond)
+
+
+def request_sizes(jobs: Sequence[Job], max_new_tokens: int, cap: int) -> list[tuple[int, int]]:
+    """Tokens of each job's prompt, and the most that it may generate."""
+    return [(len(job.prompt), min(max_new_tokens, cap - len(job.prompt))) for job in jobs]
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -120,7 +181,7 @@ def planned_options(
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
     choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
-    sizes = [(len(job.prompt), min(settings.max_new_tokens, cap - len(job.prompt))) for job in jobs]
+    sizes = request_sizes(jobs, settings.max_new_tokens, cap)
     plan = Planner(shape, machine, choices).plan(*max(sizes, key=sum))
     for line in summary(plan):
         print(f"longgen: {line}", file=err)
@@ -150,14 +211,14 @@ def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:
             )
             raise UsageError(
                 f"the prompt {job.request.source} has {count:,} tokens, with one generated {count + 1:,}, "
-                f"which is more than {limit}; {remedy}, or shorten the prompt"
+                f"which is more than {limit}; {remedy}, or shorten the prompt, or give --truncate"
             )
 
 
 def check_vocabulary(jobs: Sequence[Job], vocab_size: int) -> None:
     """Raise CheckpointError if the tokenizer gave a prompt a token that the model has no embedding for."""
     for job in jobs:
-        if (largest := max(job.prompt)) >= vocab_size:
+        if (largest := int(job.prompt.max())) >= vocab_size:
             raise CheckpointError(
                 f"the tokenizer is not this model's: the prompt {job.request.source} has a token with the id "
                 f"{largest:,}, and the model has {vocab_size:,} of them"
@@ -210,21 +271,23 @@ def _run_job(
         tokens = iter(generation)
         token = next(tokens, None)
     prefilled = time.monotonic()
-    generated = _stream(tokens if token is None else chain((token,), tokens), tokenizer.decode_stream(), out)
+    stops = StopStrings(options.stops)
+    generated = _stream(tokens if token is None else chain((token,), tokens), tokenizer.decode_stream(), stops, out)
+    reason = "stop" if stops.found else generation.finish_reason
     ended = time.monotonic()
     prefill_rate = count / max(prefilled - started, 1e-9)
     rates = f"prefill {prefill_rate:,.0f} tok/s"
     if generated > 1:  # the first token is the prefill's
         rates += f", decode {(generated - 1) / max(ended - prefilled, 1e-9):,.1f} tok/s"
     print(
-        f"longgen: {job.request.source}: {count:,} prompt tokens, {generated:,} generated "
-        f"({generation.finish_reason}), {rates}",
+        f"longgen: {job.request.source}: {count:,} prompt tokens{f' ({job.cut})' if job.cut else ''}, "
+        f"{generated:,} generated ({reason}), {rates}",
         file=err,
     )
 
 
-def _stream(tokens: Iterable[int], decoder: DecodeStream, out: BinaryIO) -> int:
-    """Write the tokens' text as they come, and a newline after it; returns how many there were.
+def _stream(tokens: Iterable[int], decoder: DecodeStream, stops: StopStrings, out: BinaryIO) -> int:
+    """Write the tokens' text as they come up to a stop string, and a newline after it; returns how many there were.
 
     If the request fails after some text, the newline ends that text too: the next one starts on a line of its own.
     """
@@ -233,14 +296,18 @@ def _stream(tokens: Iterable[int], decoder: DecodeStream, out: BinaryIO) -> int:
     try:
         for token in tokens:
             generated += 1
-            text = decoder.push(token)
+            text = stops.push(decoder.push(token))
             _write(out, text)
             written = written or bool(text)
+            if stops.found:
+                break
     except LongGenError:
         if written:
             _write(out, "\n")
         raise
-    _write(out, decoder.flush() + "\n")
+    if not stops.found:
+        _write(out, stops.push(decoder.flush()))
+    _write(out, stops.flush() + "\n")
     return generated
 
 

@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import longgen
-from longgen.config import load_settings, parse_length
+from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.requests import read_requests
 
@@ -54,11 +55,15 @@ def _common(
 @app.command()
 def run(
     model: Annotated[
-        str, typer.Option(metavar="DIR|HUB_ID|NAME", help="Checkpoint folder, its id on the hub, or a short name.")
-    ],
+        str | None,
+        typer.Option(
+            metavar="DIR|HUB_ID|NAME", help="Checkpoint folder, its id on the hub, or a short name. Required."
+        ),
+    ] = None,
     prompt: Annotated[
-        list[str], typer.Option(metavar="FILE|-", help="UTF-8 text file, or - for standard input. May be repeated.")
-    ],
+        list[str] | None,
+        typer.Option(metavar="FILE|-", help="Text file, or - for standard input. May be repeated. Required."),
+    ] = None,
     max_len: Annotated[
         str | None,
         typer.Option(metavar="LENGTH", help="Cap on prompt + generated tokens, e.g. 4M. Default: the trained window."),
@@ -102,13 +107,37 @@ def run(
     repetition_penalty: Annotated[
         str | None, typer.Option(metavar="X", help="Make tokens seen before less likely; 1 is off.")
     ] = None,
-    progress: Annotated[bool | None, typer.Option(help="Draw a bar during prefill. Default: on a terminal.")] = None,
+    progress: Annotated[
+        bool | None, typer.Option(help="Draw bars of tokenizing and prefill. Default: on a terminal.")
+    ] = None,
+    rope: Annotated[
+        str | None,
+        typer.Option(metavar="auto|none|yarn[:FACTOR]", help="Angles beyond the trained window. Default: auto."),
+    ] = None,
+    truncate: Annotated[
+        str | None,
+        typer.Option(metavar="head|middle|tail", help="Cut prompts that are too long there. Default: refuse them."),
+    ] = None,
+    encoding_errors: Annotated[
+        str | None, typer.Option(metavar="strict|replace", help="Bytes that are no text. Default: strict, refused.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End the text before this string. May be repeated.")
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the settings as they would hold, as YAML, and exit.")
+    ] = False,
 ) -> None:
     """Answer prompts: the text streams to standard output, everything else goes to standard error."""
-    flags = {name: value for name, value in locals().items() if name not in ("model", "prompt", "config")}
+    given = locals()
     with _stopping():
-        settings = load_settings(config, flags)
-        requests = read_requests(prompt, sys.stdin.buffer if sys.stdin else None)
+        settings = load_settings(config, {setting.name: given[setting.name] for setting in fields(Settings)})
+        if show_config:
+            sys.stdout.buffer.write(show_settings(settings).encode("utf-8"))
+            return
+        if model is None or not prompt:
+            raise UsageError(f"give {'--model' if model is None else '--prompt'}; longgen run --help explains both")
+        requests = read_requests(prompt, sys.stdin.buffer if sys.stdin else None, settings.encoding_errors)
 
         from longgen import batch
 

@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from longgen.errors import UsageError
-from longgen.units import parse_bytes, parse_bytes_or_fraction
+from longgen.units import parse_bytes, parse_bytes_or_fraction, write_bytes_or_fraction
 
 if TYPE_CHECKING:
     from longgen.sampling import SamplingSettings
@@ -53,7 +53,11 @@ class Settings:
     seed: start of the random numbers; each request has its own, made from this and its id.
     sampling: "greedy", or "checkpoint" for the settings in the checkpoint's generation_config.json.
     temperature, top_k, top_p, min_p, repetition_penalty: see longgen.sampling; None leaves it to `sampling`.
-    progress: whether to draw a bar during prefill; None draws it on a terminal.
+    progress: whether to draw a bar while prompts are encoded and prefilled; None draws it on a terminal.
+    rope: "auto", "none", "yarn" or "yarn:FACTOR"; see longgen.model.window.
+    truncate: where prompts that are too long are cut, "head", "middle" or "tail"; None refuses them.
+    encoding_errors: "strict", or "replace" to read U+FFFD in place of bytes that are no text.
+    stop: strings that end a text; None is none.
     """
 
     max_len: int | None = None
@@ -74,10 +78,14 @@ class Settings:
     min_p: float | None = None
     repetition_penalty: float | None = None
     progress: bool | None = None
+    rope: str = "auto"
+    truncate: str | None = None
+    encoding_errors: str = "strict"
+    stop: tuple[str, ...] | None = None
 
 
-def load_settings(config: Path | None, flags: Mapping[str, str | bool | None]) -> Settings:
-    """Settings from the defaults, the YAML file `config` (None: no file) and flags (a value of None: not given).
+def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence[str] | None]) -> Settings:
+    """Settings from the defaults, the YAML file `config` (None: no file) and flags (None or no values: not given).
 
     Raises UsageError for a file that cannot be read, an unknown name or a value that is not allowed.
     """
@@ -88,9 +96,31 @@ def load_settings(config: Path | None, flags: Mapping[str, str | bool | None]) -
                 raise UsageError(f"the configuration {config} sets {name} more than once")
             values[name] = _parse(name, text, f"{config}: ")
     for name, value in flags.items():
-        if value is not None:
-            values[name] = _parse(name, str(value).lower() if isinstance(value, bool) else value, "")
+        if isinstance(value, bool):
+            values[name] = _parse(name, str(value).lower(), "")
+        elif value is not None and not (isinstance(value, list) and not value):
+            values[name] = _parse(name, value, "")
     return Settings(**values)
+
+
+def show_settings(settings: Settings) -> str:
+    """The settings as a YAML file that `load_settings` reads back to the same."""
+    values: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(Settings)}
+    for name in ("gpu_memory", "cpu_memory"):
+        if values[name] is not None:
+            values[name] = write_bytes_or_fraction(values[name])
+    return "".join(f"{name}: {_written(value)}\n" for name, value in values.items())
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_quoted, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _quoted(text: str) -> str:
+    plain = (c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
+    return f'"{"".join(plain)}"'
 
 
 def sampling_settings(settings: Settings, checkpoint: Mapping[str, Any]) -> SamplingSettings:
@@ -160,6 +190,22 @@ def _switch(text: str) -> bool:
     raise UsageError(f"{text!r} is not allowed; it must be true or false")
 
 
+def _rope(text: str) -> str:
+    kind, _, factor = text.partition(":")
+    if text in ("auto", "none", "yarn") or (kind == "yarn" and _NUMBER.fullmatch(factor) and 1 <= float(factor) < 1e6):
+        return text
+    raise UsageError(
+        f"{text!r} is not allowed; it must be one of auto, none, yarn, yarn:FACTOR (1 or more, such as yarn:4)"
+    )
+
+
+def _stop_strings(texts: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (texts,) if isinstance(texts, str) else tuple(texts)
+    if not all(stops):
+        raise UsageError("a stop string must have at least one character")
+    return stops
+
+
 def _word(*words: str, pattern: str = "", hint: str = "") -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text in words or (pattern and re.fullmatch(pattern, text)):
@@ -169,7 +215,7 @@ def _word(*words: str, pattern: str = "", hint: str = "") -> Callable[[str], str
     return parse
 
 
-_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+_PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "max_len": parse_length,
         "max_new_tokens": parse_length,
@@ -189,12 +235,16 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         "min_p": _number,
         "repetition_penalty": _number,
         "progress": _switch,
+        "rope": _rope,
+        "truncate": _word("head", "middle", "tail"),
+        "encoding_errors": _word("strict", "replace"),
+        "stop": _stop_strings,
     }
 )
 
 
-def _parse(name: str, text: str | None, source: str) -> Any:
-    """One setting's value, from its text or from a file's null, which is a value where the default is None.
+def _parse(name: str, text: str | Sequence[str] | None, source: str) -> Any:
+    """One setting's value, from its text, its texts or a file's null, which is a value where the default is None.
 
     `source` begins the message of the UsageError that a wrong name or value raises.
     """
@@ -205,14 +255,16 @@ def _parse(name: str, text: str | None, source: str) -> Any:
         raise UsageError(f"{source}there is no setting {name!r}; {hint}")
     if text is None and defaults[name] is None:
         return None
+    if not isinstance(text, (str, type(None))) and name != "stop":
+        raise UsageError(f"{source}{name}: a sequence is not allowed; give one value")
     try:
         return _PARSERS[name]("null" if text is None else text)
     except UsageError as error:
         raise UsageError(f"{source}{name}: {error}") from None
 
 
-def _read_yaml(path: Path) -> Iterator[tuple[str, str | None]]:
-    """The names of a YAML file and the text written for each, None for null.
+def _read_yaml(path: Path) -> Iterator[tuple[str, str | Sequence[str] | None]]:
+    """The names of a YAML file and the text written for each, or the texts of a sequence; None for null.
 
     Texts, because what YAML makes of them is not what the flags mean: it takes 010 for 8 and 1e-1 for a word.
     """
@@ -238,6 +290,9 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, str | None]]:
             raise UsageError(
                 f"the configuration {path} has a {_kind(key)} for a name at line {key.start_mark.line + 1}"
             )
+        if isinstance(value, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in value.value):
+            yield key.value, [item.value for item in value.value]
+            continue
         if not isinstance(value, yaml.ScalarNode):
             raise UsageError(f"{path}: {key.value}: a {_kind(value)} is not allowed; give one value")
         yield key.value, None if value.tag == _NULL else value.value

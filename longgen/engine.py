@@ -36,6 +36,7 @@ class EngineOptions:
         ring_entries, ring_blocks: entries of the ring buffer and blocks in each.
         prefill_depth: layers whose chunk can wait for its offload.
         slots: requests alive at once.
+        yarn_factor: how far YaRN stretches the trained window; None leaves that to the checkpoint.
     """
 
     device: str = "auto"
@@ -47,6 +48,7 @@ class EngineOptions:
     ring_blocks: int = 16
     prefill_depth: int = 2
     slots: int = 1
+    yarn_factor: float | None = None
 
     def chunk_tokens(self) -> int:
         """The chunk size in effect. Raises UsageError if it is not a multiple of the block size."""
@@ -116,7 +118,10 @@ class Engine:
         options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
         dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
-            return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
+            provider = Provider.load(
+                folder, dtype=dtype, device=device, slots=options.slots, yarn_factor=options.yarn_factor
+            )
+            return cls.over(provider, options, policy)
 
     @classmethod
     def over(cls, provider: Provider, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:

@@ -1,7 +1,7 @@
-"""The prefill's progress bar, with an estimate that knows what prefill costs.
+"""Progress bars: of tokenizing, and of prefill with an estimate that knows what prefill costs.
 
-Each new token attends to all tokens before it, so n tokens cost a * n + b * n**2 seconds. An estimate from the rate so
-far is wrong by more the longer the prompt; this one fits a and b to the chunks that are done.
+In prefill each new token attends to all tokens before it, so n tokens cost a * n + b * n**2 seconds. An estimate from
+the rate so far is wrong by more the longer the prompt; this one fits a and b to the chunks that are done.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import TextIO
 
 from tqdm import tqdm
+
+LONG_TEXT_CHARS = 1_000_000  # a fifth of a second
 
 
 def fit_cost(samples: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
@@ -46,6 +48,36 @@ def seconds_left(samples: Sequence[tuple[int, float]], total: int) -> float | No
     a, b = cost
     done = samples[-1][0]
     return max(0.0, a * (total - done) + b * (total**2 - done**2))
+
+
+class TokenizingProgress:
+    """A tqdm bar over the characters of all prompts while they are encoded.
+
+    A context manager that draws nothing if it is not shown, or if the prompts are short.
+    """
+
+    def __init__(self, total: int, *, shown: bool, stream: TextIO) -> None:
+        self._bar = tqdm(
+            total=total,
+            desc="tokenizing",
+            unit="char",
+            unit_scale=True,
+            file=stream,
+            disable=not shown or total < LONG_TEXT_CHARS,
+            dynamic_ncols=True,
+        )
+
+    def update(self, count: int) -> None:
+        """Note that `count` more characters are encoded."""
+        self._bar.update(count)
+
+    def __enter__(self) -> TokenizingProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
 
 
 class PrefillProgress:

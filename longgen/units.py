@@ -39,6 +39,16 @@ def parse_bytes_or_fraction(value: object) -> int | float:
         ) from None
 
 
+def write_bytes_or_fraction(amount: int | float) -> str:
+    """What `parse_bytes_or_fraction` reads back as this very amount."""
+    if isinstance(amount, float):
+        return f"{amount:.9f}".rstrip("0") + ("0" if amount == 1 else "")
+    for unit, size in sorted(_BYTE_UNITS.items(), key=lambda known: -known[1]):
+        if amount % size == 0:
+            return f"{amount // size}{unit}"
+    return f"{Decimal(amount).scaleb(-9):f}GB"
+
+
 def show_bytes(count: int) -> str:
     """14.2 GiB, 1.11 GiB, 896 MiB, 48 KiB, 12 B."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):

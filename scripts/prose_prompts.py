@@ -79,7 +79,7 @@ def cut_sentences(tokenizer: TextTokenizer, text: str, tokens: int) -> list[tupl
 
 def make_prompt(tokenizer: TextTokenizer, name: str, text: str, number: str | None = None) -> Prompt:
     """A prompt of `text`, in the checkpoint's chat template where it has one."""
-    return Prompt(name, text, tuple(tokenizer.encode(text, chat=tokenizer.has_chat_template)), number)
+    return Prompt(name, text, tuple(tokenizer.encode(text, chat=tokenizer.has_chat_template).tolist()), number)
 
 
 def greedy_prompt(tokenizer: TextTokenizer, text: str, tokens: int) -> Prompt:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+import torch
 
 from longgen import batch
 from longgen.errors import CapacityError, CheckpointError, OutputError, UsageError
@@ -34,10 +35,11 @@ class FakeEngine:
     calls: list[Any] = field(default_factory=list)
 
     def generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, on_prefill: Callable[[int], None], **others: Any
+        self, prompt: torch.Tensor, *, max_new_tokens: int, on_prefill: Callable[[int], None], **others: Any
     ) -> FakeGeneration:
-        self.calls.append(("generate", tuple(prompt), max_new_tokens))
-        return FakeGeneration(self._tokens(prompt, max_new_tokens, on_prefill))
+        ids = prompt.tolist()
+        self.calls.append(("generate", ids, max_new_tokens))
+        return FakeGeneration(self._tokens(ids, max_new_tokens, on_prefill))
 
     def _tokens(self, prompt: Sequence[int], count: int, on_prefill: Callable[[int], None]) -> Iterator[int]:
         on_prefill(len(prompt))
@@ -71,7 +73,7 @@ class FakeTokenizer:
 
 
 def _job(text: str, source: str = "a.txt") -> batch.Job:
-    return batch.Job(Request(source, source, text), tuple(map(ord, text)))
+    return batch.Job(Request(source, source, text), torch.tensor(list(map(ord, text)), dtype=torch.int32))
 
 
 def _options(cap: int = 1000, max_new_tokens: int = 100) -> batch.RunOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -269,3 +270,56 @@ def test_a_setting_of_the_checkpoint_of_another_type_is_refused(name: str, value
 def test_a_filter_that_greedy_decoding_would_ignore_is_refused(settings: Settings) -> None:
     with pytest.raises(UsageError, match="top_p has no effect on greedy decoding"):
         sampling_settings(settings, {})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {
+            "max_len": "4M",
+            "chat": False,
+            "gpu_memory": "0.5",
+            "cpu_memory": "1.5GB",
+            "temperature": "1e-05",
+            "top_k": "0",
+        },
+        {
+            "gpu_memory": "1.0",
+            "cpu_memory": "123.456789012GB",
+            "device": "cuda:1",
+            "rope": "yarn:1.5",
+            "progress": True,
+        },
+        {"stop": ["a\n\n", "\\n", 'ü "😀"', "null", " x ", "\u2028\x85\x00\x7f", "[,]"], "truncate": "middle"},
+    ],
+)
+def test_settings_that_are_shown_are_read_back_the_same(tmp_path: Path, flags: dict[str, Any]) -> None:
+    settings = load_settings(None, flags)
+    path = _write(tmp_path, config.show_settings(settings))
+    assert load_settings(path, {}) == settings
+    assert [line.split(":")[0] for line in path.read_text().splitlines()] == [field.name for field in fields(Settings)]
+
+
+def test_stop_strings_are_one_or_several_and_flags_replace_those_of_the_file(tmp_path: Path) -> None:
+    assert load_settings(_write(tmp_path, "stop: '\\n\\n'"), {}).stop == ("\\n\\n",)
+    path = _write(tmp_path, 'stop: ["\\n\\n", 12]')
+    assert load_settings(path, {"stop": []}).stop == ("\n\n", "12")
+    assert load_settings(path, {"stop": ["x"]}).stop == ("x",)
+    with pytest.raises(UsageError, match="stop: a stop string must have at least one character"):
+        load_settings(None, {"stop": ["x", ""]})
+    with pytest.raises(UsageError, match="max_len: a sequence is not allowed; give one value"):
+        load_settings(_write(tmp_path, "max_len: [1, 2]"), {})
+
+
+@pytest.mark.parametrize("rope", ["auto", "none", "yarn", "yarn:1", "yarn:4", "yarn:1.25"])
+def test_rope_choices(rope: str) -> None:
+    assert load_settings(None, {"rope": rope}).rope == rope
+
+
+@pytest.mark.parametrize(
+    "rope", ["", "yarn:", "yarn:0.5", "yarn:x", "yarn:-4", "yarn:nan", "yarn:1e9", "none:2", "YaRN", "4"]
+)
+def test_other_rope_choices_are_refused(rope: str) -> None:
+    with pytest.raises(UsageError, match=r"rope: .* is not allowed; it must be one of auto, none, yarn, yarn:FACTOR"):
+        load_settings(None, {"rope": rope})

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from longgen.progress import PrefillProgress, fit_cost, seconds_left
+from longgen.progress import LONG_TEXT_CHARS, PrefillProgress, TokenizingProgress, fit_cost, seconds_left
 
 
 def _samples(a: float, b: float, chunks: int, chunk: int = 4096, warm_up: float = 0.0) -> list[tuple[int, float]]:
@@ -91,3 +91,16 @@ def test_a_bar_that_is_not_shown_writes_nothing() -> None:
         progress.update(2048)
         progress.update(4096)
     assert stream.getvalue() == ""
+
+
+def test_tokenizing_has_a_bar_only_for_long_texts() -> None:
+    for total, shown, drawn in (
+        (LONG_TEXT_CHARS, True, True),
+        (LONG_TEXT_CHARS - 1, True, False),
+        (10**7, False, False),
+    ):
+        stream = io.StringIO()
+        with TokenizingProgress(total, shown=shown, stream=stream) as progress:
+            progress.update(total - 1)
+            progress.update(1)
+        assert ("tokenizing: 100%" in stream.getvalue()) == bool(stream.getvalue()) == drawn

@@ -17,6 +17,7 @@ from longgen.model.adapter import ATTENTION_NAME, register_attention
 from longgen.model.files import read_json_object
 from longgen.model.quiet import quiet_transformers
 from longgen.model.rope import check_rope
+from longgen.model.rope_settings import check_rope_settings
 from longgen.model.shards import listed, reason
 from longgen.model.text_config import check_shape
 from longgen.model.weights import check_weights
@@ -155,6 +156,7 @@ def read_config(folder: Path) -> Any:
             f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
             "quantised"
         )
+    check_rope_settings(text)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The config classes validate with errors of several libraries; each means the same to the user.

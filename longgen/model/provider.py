@@ -16,6 +16,7 @@ from longgen.model.recurrence import use_torch_code
 from longgen.model.rope import ExactRotary
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
 from longgen.model.text_config import attention_layers, head_dim
+from longgen.model.window import stretch_config
 
 
 class Provider:
@@ -51,12 +52,24 @@ class Provider:
         )
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype | None, device: torch.device, slots: int = 1) -> Provider:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        slots: int = 1,
+        yarn_factor: float | None = None,
+    ) -> Provider:
         """Loads a checkpoint folder; `dtype` None is the checkpoint's own.
+
+        yarn_factor: how far YaRN stretches the window; None leaves that to the checkpoint.
 
         Raises CheckpointError if it is broken or of an unsupported kind.
         """
         model: Any = load_model(folder, dtype, device)
+        if yarn_factor is not None:
+            stretch_config(model.config, yarn_factor)
         return cls(model, model.config, slots=slots)
 
     @property

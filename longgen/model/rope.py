@@ -31,9 +31,11 @@ def check_rope(config: Any) -> None:
         )
     if kind not in SUPPORTED_ROPE_TYPES:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}")
-    if kind == "linear" and parameters.get("factor") is None:
-        raise CheckpointError("rope type 'linear' needs a factor in config.json's rope_scaling")
+    if kind in ("linear", "yarn") and parameters.get("factor") is None:
+        raise CheckpointError(f"rope type {kind!r} needs a factor in config.json's rope_scaling")
     _check_numbers(config)
+    if kind == "yarn":
+        _check_yarn(parameters)
 
 
 def _check_numbers(config: Any) -> None:
@@ -53,6 +55,20 @@ def _check_numbers(config: Any) -> None:
         isinstance(section, list) and len(section) == 3 and all(isinstance(pairs, int) for pairs in section)
     ):
         raise CheckpointError(f"mrope_section is {section!r} in config.json; it must be a list of three whole numbers")
+
+
+def _check_yarn(parameters: dict[str, Any]) -> None:
+    """What YaRN asks of numbers that are numbers."""
+    factor, truncate = parameters["factor"], parameters.get("truncate", True)
+    fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+    if factor < 1:
+        raise CheckpointError(f"factor is {factor!r} in config.json's rotary settings; YaRN's must be 1 or more")
+    if fast <= slow:
+        raise CheckpointError(
+            f"beta_fast is {fast} in config.json's rotary settings; it must be above beta_slow, {slow}"
+        )
+    if not isinstance(truncate, bool):
+        raise CheckpointError(f"truncate is {truncate!r} in config.json's rotary settings; it must be true or false")
 
 
 def _check_number(parameters: dict[str, Any], name: str, above: int) -> None:
@@ -86,19 +102,22 @@ def rotary_frequencies(config: Any) -> tuple[torch.Tensor, float]:
 
 
 def yarn_factor(config: Any) -> float:
-    """By how much YaRN stretches the trained window; where the config names no factor, the ratio of its two windows."""
+    """By how much YaRN stretches the window that the model was first trained with; 1 without YaRN."""
     parameters = config.rope_parameters
-    factor = parameters.get("factor")
-    return float(factor or config.max_position_embeddings / parameters["original_max_position_embeddings"])
+    return float(parameters["factor"]) if parameters.get("rope_type") == "yarn" else 1.0
+
+
+def original_window(config: Any) -> int:
+    """Tokens that the model was trained with before YaRN."""
+    parameters = config.rope_parameters
+    if parameters.get("rope_type") == "yarn":
+        return int(parameters["original_max_position_embeddings"])
+    return int(config.max_position_embeddings)
 
 
 def trained_window(config: Any) -> int:
     """Tokens that a text config's model was made for: its window, stretched by YaRN where the config says so."""
-    window: int = config.max_position_embeddings
-    parameters = config.rope_parameters
-    if parameters.get("rope_type") == "yarn":
-        return max(window, int(parameters["original_max_position_embeddings"] * yarn_factor(config)))
-    return window
+    return max(config.max_position_embeddings, int(original_window(config) * yarn_factor(config)))
 
 
 def _yarn_frequencies(config: Any, period_root: torch.Tensor, dim: int) -> tuple[torch.Tensor, float]:

@@ -22,15 +22,13 @@ from transformers import (
 )
 
 from longgen.errors import UsageError
+from longgen.model.boundaries import QWEN2_RULE
 from longgen.model.checkpoint import SUPPORTED_TYPES, VISION_TYPES
 from longgen.model.quiet import quiet_transformers
 from longgen.model.text_config import HYBRID_TYPES
 
 VOCAB_SIZE = 320  # a little more than the tokenizer's, as in the real checkpoints
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -213,7 +211,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(QWEN2_RULE), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

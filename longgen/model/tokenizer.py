@@ -1,30 +1,43 @@
-"""Text to token ids and back: encoding in near-linear time, the chat template, streaming without broken characters."""
+"""A checkpoint's tokenizer: prompts to token ids, raw or in the chat template, and token ids back to text."""
 
 from __future__ import annotations
 
-import codecs
-import json
 import re
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
+import torch
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from longgen.errors import CheckpointError
+from longgen.model.decoding import DecodeStream
+from longgen.model.encoding import TextEncoder
 from longgen.model.files import read_json_object
 from longgen.model.shards import reason
 
 SETTING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
 _TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
-# A byte-pair encoder slows down on very long strings. Qwen's splitting rule ends a piece after a newline that a
-# non-space follows (`\s*[\r\n]+` takes all newlines of a run of spaces), so cutting there changes no id.
-_CUT = re.compile(r"(?<=\n)(?=\S)")
-_CUT_RULE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_PIECE_CHARS = 16_384
-_BATCH_PIECES = 256
+# Stands for the user's text while the chat template is rendered: what the text says must not change the template.
+_PLACEHOLDER = "LONGGENusersTEXT"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's ids.
+
+    ids: int32 [n].
+    text: from which token to before which one they are the user's text alone, so that some of them can be left out;
+        None where the tokenizer gives no way to tell.
+    """
+
+    ids: torch.Tensor
+    text: tuple[int, int] | None
 
 
 def generation_settings(folder: Path) -> dict[str, Any]:
@@ -58,12 +71,19 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(getattr(self._backend, "decoder", None), decoders.ByteLevel):
+        backend: Any = tokenizer.backend_tokenizer if hasattr(tokenizer, "backend_tokenizer") else None
+        if not isinstance(getattr(backend, "decoder", None), decoders.ByteLevel):
             raise CheckpointError(
                 "the tokenizer is not a byte-level one with a tokenizer.json, as Qwen checkpoints have"
             )
-        self._can_cut = self._cutting_is_safe()
+        added: dict[int, Any] = backend.get_added_tokens_decoder()
+        self._control = {token.content: id_ for id_, token in added.items() if token.content}
+        longest_first = [re.escape(token) for token in sorted(self._control, key=len, reverse=True)]
+        self._stream = DecodeStream(tokenizer)
+        self._control_pattern = re.compile("|".join(longest_first)) if longest_first else None
+        # Where control tokens are no plain strings, or every text gets one, only the library itself knows the ids.
+        plain = not any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added.values())
+        self._encoder = TextEncoder.for_backend(backend) if plain and not tokenizer("")["input_ids"] else None
 
     @classmethod
     def load(cls, folder: Path) -> TextTokenizer:
@@ -82,38 +102,59 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str, chat: bool) -> list[int]:
-        """Token ids of `text`, the same that transformers gives for the whole string.
+    def encode(self, text: str, chat: bool) -> torch.Tensor:
+        """The ids of a prompt, int32 [n]; see `encode_prompt`."""
+        return self.encode_prompt(text, chat).ids
+
+    def encode_prompt(
+        self, text: str, chat: bool, on_chars: Callable[[int], None] = lambda count: None
+    ) -> EncodedPrompt:
+        """Token ids of a prompt, the same that transformers gives for the whole string.
+
+        But in a chat the text is data: control tokens that are spelled in it are encoded as any other text. Raw, they
+        are control tokens.
 
         Args:
             text: the prompt.
             chat: make it the user's message of the chat template, followed by the opening of an answer.
+            on_chars: called with the number of characters encoded since the last call.
 
         Raises:
             CheckpointError: `chat` without a chat template, or with one that cannot be used.
         """
-        if chat:
-            text = self._chat_text(text)
-        if not self._can_cut:
-            return self._tokenizer(text, add_special_tokens=not chat)["input_ids"]
-        ids: list[int] = []
-        batch: list[str] = []
-        for piece in _pieces(text):
-            batch.append(piece)
-            if len(batch) == _BATCH_PIECES:
-                self._encode_batch(batch, ids)
-                batch = []
-        self._encode_batch(batch, ids)
-        return ids
+        before, after = self._chat_texts() if chat else ("", "")
+        if self._encoder is None:
+            return self._encode_at_once(before, text, after, chat)
+        ids = array("i")
+        if not chat:
+            self._extend(ids, self._parts(text), on_chars)
+            return EncodedPrompt(_tensor(ids), (0, len(ids)))
+        # What stands between two control tokens of the template is encoded as one, the text in its midst.
+        *first, opening = self._parts(before)
+        closing, *last = self._parts(after)
+        self._extend(ids, first, on_chars)
+        start = len(ids)
+        self._extend(ids, [f"{opening}{text}{closing}"], on_chars)
+        span = self._inner(ids, start, _utf8_size(opening), _utf8_size(closing))
+        self._extend(ids, last, on_chars)
+        return EncodedPrompt(_tensor(ids), span)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Iterable[int] | torch.Tensor) -> str:
         """The text of `ids`, special tokens left out."""
         stream = self.decode_stream()
-        return "".join(map(stream.push, ids)) + stream.flush()
+        return "".join(stream.push(int(id_)) for id_ in ids) + stream.flush()
 
     def decode_stream(self) -> DecodeStream:
         """A decoder for ids that come one by one."""
         return DecodeStream(self._tokenizer)
+
+    def begins_inside(self, token_id: int) -> bool:
+        """Whether a token begins in the midst of a character."""
+        return 0x80 <= self._stream.token_bytes(token_id)[0] < 0xC0
+
+    def control_id(self, text: str) -> int | None:
+        """The id of the control token that is written so, None for any other text."""
+        return self._control.get(text)
 
     def eos_ids(self, folder: Path) -> frozenset[int]:
         """The ids that end a text: those of generation_config.json, else of config.json, else the tokenizer's own.
@@ -133,82 +174,67 @@ class TextTokenizer:
             )
         return frozenset(ids)
 
-    def _chat_text(self, text: str) -> str:
+    def _chat_texts(self) -> tuple[str, str]:
+        """What the chat template puts before the user's text and after it."""
         if not self.has_chat_template:
             raise CheckpointError("the checkpoint has no chat template; run with --raw to send the prompt as it is")
-        messages = [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": _PLACEHOLDER}]
         try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         # A template is a program of the checkpoint's: it may fail in any way, or refuse by raising.
         except Exception as error:
             raise CheckpointError(
                 f"the chat template of the checkpoint fails: {reason(error)}; run with --raw to do without it"
             ) from error
+        before, *after = rendered.split(_PLACEHOLDER)
+        if len(after) != 1:
+            raise CheckpointError(
+                f"the chat template of the checkpoint gives the user's text {len(after)} times instead of once; run "
+                "with --raw to do without it"
+            )
+        return before, after[0]
 
-    def _encode_batch(self, pieces: list[str], ids: list[int]) -> None:
-        for encoding in self._backend.encode_batch_fast(pieces, add_special_tokens=False):
-            ids.extend(encoding.ids)
+    def _parts(self, text: str) -> list[str | int]:
+        """`text` as strings and ids of control tokens by turns; the first and the last are strings."""
+        parts: list[str | int] = []
+        start = 0
+        for match in self._control_pattern.finditer(text) if self._control_pattern else ():
+            parts += (text[start : match.start()], self._control[match[0]])
+            start = match.end()
+        return [*parts, text[start:]]
 
-    def _cutting_is_safe(self) -> bool:
-        rules = json.loads(self._backend.pre_tokenizer.__getstate__()) if self._backend.pre_tokenizer else {}
-        steps = rules.get("pretokenizers", [rules])
-        if not any(_CUT_RULE in step.get("pattern", {}).get("Regex", "") for step in steps):
-            return False
-        if self._tokenizer("")["input_ids"]:  # it adds a token at the start or end
-            return False
-        added = self._tokenizer.added_tokens_decoder.values()
-        return not any("\n" in token.content or token.lstrip for token in added)
+    def _extend(self, ids: array[int], parts: Iterable[str | int], on_chars: Callable[[int], None]) -> None:
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            elif part and self._encoder is not None:
+                self._encoder.extend(ids, part, on_chars)
 
+    def _inner(self, ids: array[int], start: int, before: int, after: int) -> tuple[int, int]:
+        """The tokens from `start` on that hold none of the first `before` and the last `after` bytes."""
+        stop = len(ids)
+        while before > 0 and start < stop:
+            before -= len(self._stream.token_bytes(ids[start]))
+            start += 1
+        while after > 0 and start < stop:
+            stop -= 1
+            after -= len(self._stream.token_bytes(ids[stop]))
+        return start, stop
 
-def _pieces(text: str) -> Iterator[str]:
-    """`text` in pieces of _PIECE_CHARS characters or a little more, cut only where cutting is safe."""
-    start = 0
-    while start < len(text):
-        cut = _CUT.search(text, start + _PIECE_CHARS)
-        end = cut.start() if cut else len(text)
-        yield text[start:end]
-        start = end
-
-
-class DecodeStream:
-    """Turns token ids into text as they come, never emitting part of a character.
-
-    A byte-level token is a string in which each character stands for one byte; the bytes run through an incremental
-    UTF-8 decoder, which keeps an unfinished character back. The whole equals transformers' `decode` of all ids with
-    special tokens skipped.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids) | {
-            id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
-        self._bytes = _byte_of_character()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes: empty for a special token, an unknown id or half a character."""
-        if token_id in self._special:
-            return ""
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if token is None:  # the model's vocabulary is padded beyond the tokenizer's
-            return ""
-        return self._decoder.decode(self._token_bytes(token))
-
-    def flush(self) -> str:
-        """What is left at the end: a replacement character for half a character, else nothing."""
-        return self._decoder.decode(b"", final=True)
-
-    def _token_bytes(self, token: str) -> bytes:
-        try:
-            return bytes(self._bytes[character] for character in token)
-        except KeyError:  # an added token is stored as plain text
-            return token.encode("utf-8")
+    def _encode_at_once(self, before: str, text: str, after: str, chat: bool) -> EncodedPrompt:
+        """As transformers encodes it, which takes long and much memory for long texts."""
+        if chat and (spelled := next((t for t in self._control if t in text or t in normalize("NFC", text)), None)):
+            raise CheckpointError(
+                f"the prompt spells {spelled}, and this tokenizer gives no way to encode that as text; run with --raw"
+            )
+        ids = array("i", self._tokenizer(before + text + after, add_special_tokens=not chat)["input_ids"])
+        return EncodedPrompt(_tensor(ids), None)
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 characters stand for themselves, the other bytes for characters from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in printable]
-    return table | {chr(256 + offset): byte for offset, byte in enumerate(others)}
+def _tensor(ids: array[int]) -> torch.Tensor:
+    """int32 [n] in the array's own memory."""
+    return torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
+
+
+def _utf8_size(text: str | int) -> int:
+    return len(str(text).encode("utf-8"))

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longgen.errors import CheckpointError
-from longgen.model.rope import ExactRotary, check_rope, rotary_frequencies
+from longgen.model.rope import ExactRotary, check_rope
 
 CPU = torch.device("cpu")
 TWO_PI = 2 * Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899")
@@ -113,18 +113,6 @@ def test_multimodal_positions_turn_the_pairs_of_their_axis() -> None:
         assert torch.equal(got, again)
 
 
-def test_yarn_without_a_factor_takes_the_ratio_of_the_windows() -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
-    config = text_config()
-    config.max_position_embeddings = 4096
-    config.rope_parameters = rope | {"factor": None}
-    inferred = rotary_frequencies(config)
-    config.rope_parameters = rope | {"factor": 4.0}
-    given = rotary_frequencies(config)
-    assert torch.equal(inferred[0], given[0])
-    assert inferred[1] == given[1]
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "llama3", "something"])
 def test_other_rope_types_are_refused_by_name(kind: str) -> None:
     config = text_config()
@@ -133,8 +121,9 @@ def test_other_rope_types_are_refused_by_name(kind: str) -> None:
         check_rope(config)
 
 
-def test_linear_without_a_factor_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaling_without_a_factor_is_refused(kind: str) -> None:
     config = text_config()
-    config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0}
-    with pytest.raises(CheckpointError, match="factor"):
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
+    with pytest.raises(CheckpointError, match=f"rope type '{kind}' needs a factor"):
         check_rope(config)
