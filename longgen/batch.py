@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -18,6 +19,7 @@ from longgen.sampling import Sampler, SamplingSettings, record_seed
 
 if TYPE_CHECKING:
     from longgen.engine import Engine, EngineOptions
+    from longgen.kv.plan import MemoryPlan
     from longgen.model.tokenizer import DecodeStream, TextTokenizer
 
 _SLOT = 0
@@ -67,6 +69,7 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     from longgen.model.rope import trained_window
     from longgen.model.shards import check_shards
     from longgen.model.tokenizer import TextTokenizer, generation_settings
+    from longgen.opening import begin_host_memory, options_of
 
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
     folder = resolve_checkpoint(checkpoint_name(model))
@@ -87,10 +90,19 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     check_lengths(jobs, options.cap, trained=settings.max_len is None)
     check_vocabulary(jobs, config.vocab_size)
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
-    engine = Engine.load(folder, planned_options(model, config, jobs, settings, options.cap, err))
-    if note := slow_recurrence_note(config, engine.provider.device):
-        print(f"longgen: note: {note}", file=err)
-    return run_jobs(engine, tokenizer, jobs, options, out, err)
+    plan = make_plan(model, config, jobs, settings, options, err)
+    chosen = options_of(plan, engine_options(settings))
+    with closing(begin_host_memory(plan, sum(job_tokens(jobs[0], options)), chosen.torch_device())) as supply:
+        engine = Engine.load(folder, chosen, supply=supply)
+        if note := slow_recurrence_note(config, engine.provider.device):
+            print(f"longgen: note: {note}", file=err)
+        return run_jobs(engine, tokenizer, jobs, options, out, err)
+
+
+def job_tokens(job: Job, options: RunOptions) -> tuple[int, int]:
+    """Tokens of a job's prompt, and the most that may follow them."""
+    count = len(job.prompt)
+    return count, min(options.max_new_tokens, options.cap - count)
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -102,10 +114,10 @@ def engine_options(settings: Settings) -> EngineOptions:
     )
 
 
-def planned_options(
-    model: str, config: Any, jobs: Sequence[Job], settings: Settings, cap: int, err: TextIO
-) -> EngineOptions:
-    """Plans memory for the longest job, says so in three lines on `err`, and returns how the engine is to be built.
+def make_plan(
+    model: str, config: Any, jobs: Sequence[Job], settings: Settings, running: RunOptions, err: TextIO
+) -> MemoryPlan:
+    """Plans memory for the longest job, and says so in three lines on `err`.
 
     Raises CapacityError if it does not fit.
     """
@@ -120,20 +132,11 @@ def planned_options(
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
     choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
-    sizes = [(len(job.prompt), min(settings.max_new_tokens, cap - len(job.prompt))) for job in jobs]
-    plan = Planner(shape, machine, choices).plan(*max(sizes, key=sum))
+    plan = Planner(shape, machine, choices).plan(*max((job_tokens(job, running) for job in jobs), key=sum))
     for line in summary(plan):
         print(f"longgen: {line}", file=err)
     hold_to(plan, settings.gpu_memory, device)
-    chosen = plan.sizes
-    return replace(
-        options,
-        chunk_size=chosen.chunk_tokens,
-        resident_blocks=plan.resident_blocks,
-        ring_entries=chosen.ring_entries,
-        ring_blocks=chosen.run_blocks,
-        prefill_depth=chosen.prefill_depth,
-    )
+    return plan
 
 
 def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:

@@ -13,6 +13,7 @@ from longgen.errors import SlotError, UsageError
 from longgen.kv.layout import KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
+from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.sampling import Sampler
@@ -104,8 +105,16 @@ class Engine:
         self.chunk_tokens = store.sizes.chunk_tokens
 
     @classmethod
-    def load(cls, folder: Path, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:
+    def load(
+        cls,
+        folder: Path,
+        options: EngineOptions,
+        policy: SparsePolicy | None = None,
+        supply: HostSupply | None = None,
+    ) -> Engine:
         """Loads a checkpoint folder and allocates the store's buffers.
+
+        `supply` may have been making host memory for some time; None: it begins with the first request.
 
         Raises:
             UsageError: options that contradict each other or name a device that is not there.
@@ -116,10 +125,17 @@ class Engine:
         options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
         dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
-            return cls.over(Provider.load(folder, dtype=dtype, device=device, slots=options.slots), options, policy)
+            provider = Provider.load(folder, dtype=dtype, device=device, slots=options.slots)
+            return cls.over(provider, options, policy, supply)
 
     @classmethod
-    def over(cls, provider: Provider, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:
+    def over(
+        cls,
+        provider: Provider,
+        options: EngineOptions,
+        policy: SparsePolicy | None = None,
+        supply: HostSupply | None = None,
+    ) -> Engine:
         """An engine over a model that is loaded already; its device and dtype hold, not those of `options`."""
         layout = KVLayout(
             provider.layer_specs(), provider.kv_heads, provider.head_dim, provider.dtype, options.block_size
@@ -129,8 +145,9 @@ class Engine:
         groups = provider.config.num_attention_heads // provider.kv_heads
         windowed = bool(layout.window_layers)
         kernels.prepare(provider.dtype, provider.head_dim, groups, provider.device, windowed=windowed)
-        transfer = open_transfer(provider.device)
-        return cls(provider, KVStore(layout, sizes, transfer=transfer, kernels=kernels, policy=policy))
+        transfer = supply.transfer if supply else open_transfer(provider.device)
+        store = KVStore(layout, sizes, transfer=transfer, kernels=kernels, policy=policy, supply=supply)
+        return cls(provider, store)
 
     def generate(
         self,
@@ -224,6 +241,10 @@ class Engine:
         """Ends a slot's request: nothing of it remains on the device or in the slot."""
         self.store.reset(slot_id)
         self.provider.reset(slot_id)
+
+    def close(self) -> None:
+        """Ends the threads that make host memory; an engine that is dropped ends them by itself, a moment later."""
+        self.store.close()
 
     def reset_all(self) -> None:
         """Ends every slot's request."""

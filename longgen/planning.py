@@ -180,7 +180,7 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
         rates = machine.rates
         lines.append(
             f"rates: attention {rates.attention / 1e12:,.0f} and matrix products {rates.matmul / 1e12:,.0f} TFLOP/s, "
-            f"copies {rates.load / 1e9:,.1f} GB/s ({rates.source})"
+            f"copies {rates.load / 1e9:,.1f} GB/s, pinning {rates.pin / 1e9:,.1f} GB/s ({rates.source})"
         )
     if plans:
         lines += ["", *_columns([_rows(plan) for plan in plans])]

@@ -118,6 +118,14 @@ class MemoryPlan:
         return self.sizes.resident_blocks if isinstance(self.sizes.resident_blocks, int) else 0
 
     @property
+    def early_host_bytes(self) -> int:
+        """Bytes of host blocks that there is room for while the weights are still being loaded."""
+        budget, device = self.machine.host, self.device.total if self.machine.shared else 0
+        if budget is None:
+            return self.host.kv
+        return max(0, min(self.host.kv, budget.usable - self.host.process - self.host.loading - device))
+
+    @property
     def host_blocks(self) -> int:
         """Blocks of every layer in host memory."""
         return max(0, self.kv.blocks_for(self.tokens) - self.resident_blocks) if self.kv.full_layers else 0

@@ -190,7 +190,7 @@ def test_a_store_takes_exactly_what_is_planned(resident: int, slots: int) -> Non
         store.announce(slot, result.tokens)
         with store.begin([(slot, 16)]):
             pass
-        store._parts.host.grow(slot, result.tokens, result.tokens)
+        store._parts.host.grow(slot, result.tokens)
     assert store.host_bytes == result.host.kv
 
 
