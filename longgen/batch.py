@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -19,7 +20,8 @@ from longgen.sampling import Sampler, SamplingSettings, record_seed
 
 if TYPE_CHECKING:
     from longgen.engine import Engine, EngineOptions
-    from longgen.kv.plan import MemoryPlan
+    from longgen.kv.plan import MemoryPlan, Planner
+    from longgen.model.provider import Provider
     from longgen.model.tokenizer import DecodeStream, TextTokenizer
 
 _SLOT = 0
@@ -90,10 +92,11 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     check_lengths(jobs, options.cap, trained=settings.max_len is None)
     check_vocabulary(jobs, config.vocab_size)
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
-    plan = make_plan(model, config, jobs, settings, options, err)
+    planner, plan = make_plan(model, config, jobs, settings, options, err)
     chosen = options_of(plan, engine_options(settings))
     with closing(begin_host_memory(plan, sum(job_tokens(jobs[0], options)), chosen.torch_device())) as supply:
-        engine = Engine.load(folder, chosen, supply=supply)
+        resize = partial(refit, planner, plan, settings, err)
+        engine = Engine.load(folder, chosen, supply=supply, resize=resize)
         if note := slow_recurrence_note(config, engine.provider.device):
             print(f"longgen: note: {note}", file=err)
         return run_jobs(engine, tokenizer, jobs, options, out, err)
@@ -116,7 +119,7 @@ def engine_options(settings: Settings) -> EngineOptions:
 
 def make_plan(
     model: str, config: Any, jobs: Sequence[Job], settings: Settings, running: RunOptions, err: TextIO
-) -> MemoryPlan:
+) -> tuple[Planner, MemoryPlan]:
     """Plans memory for the longest job, and says so in three lines on `err`.
 
     Raises CapacityError if it does not fit.
@@ -132,11 +135,29 @@ def make_plan(
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
     choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
-    plan = Planner(shape, machine, choices).plan(*max((job_tokens(job, running) for job in jobs), key=sum))
+    planner = Planner(shape, machine, choices)
+    plan = planner.plan(*max((job_tokens(job, running) for job in jobs), key=sum))
     for line in summary(plan):
         print(f"longgen: {line}", file=err)
     hold_to(plan, settings.gpu_memory, device)
-    return plan
+    return planner, plan
+
+
+def refit(
+    planner: Planner, plan: MemoryPlan, settings: Settings, err: TextIO, provider: Provider, options: EngineOptions
+) -> EngineOptions:
+    """Plans again once the weights are loaded and a chunk is measured; says on `err` what that changes.
+
+    Raises CapacityError if it does not fit after all.
+    """
+    from longgen.opening import meter_of, options_of, plan_again
+    from longgen.planning import correction, hold_to
+
+    final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan))
+    if line := correction(plan, final):
+        print(f"longgen: {line}", file=err)
+    hold_to(final, settings.gpu_memory, provider.device)
+    return options_of(final, options)
 
 
 def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:

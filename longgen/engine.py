@@ -111,10 +111,13 @@ class Engine:
         options: EngineOptions,
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
+        resize: Callable[[Provider, EngineOptions], EngineOptions] | None = None,
     ) -> Engine:
         """Loads a checkpoint folder and allocates the store's buffers.
 
-        `supply` may have been making host memory for some time; None: it begins with the first request.
+        Args:
+            supply: may have been making host memory for some time; None: it begins with the first request.
+            resize: told of the loaded model, gives the options that hold for the buffers; None: `options`.
 
         Raises:
             UsageError: options that contradict each other or name a device that is not there.
@@ -126,6 +129,7 @@ class Engine:
         dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
             provider = Provider.load(folder, dtype=dtype, device=device, slots=options.slots)
+            options = resize(provider, options) if resize else options
             return cls.over(provider, options, policy, supply)
 
     @classmethod
