@@ -91,7 +91,11 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
         return 0, []
     index = settings.device.index or 0
     fresh = not torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]
-    others, steps = context.probe(settings.device)
+    try:
+        others, steps = context.probe(settings.device)
+    except ValueError as error:  # of a line that is no JSON: the process said on standard error what was wrong
+        say(f"  what a fresh process takes could not be measured: {error}")
+        return device_budget(None, index).others, []
     columns = ("step", "used", "reserved", "allocated")
     table(columns, [[row[column] for column in columns] for row in steps])
     others = others if fresh else device_budget(None, index).others
