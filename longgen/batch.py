@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from longgen.engine import Engine, EngineOptions
+    from longgen.kv.plan import MemoryPlan, Planner
+    from longgen.model.provider import Provider
     from longgen.model.tokenizer import DecodeStream, TextTokenizer
     from longgen.model.window import Stretch
 
@@ -74,6 +78,7 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     from longgen.model.rope import trained_window
     from longgen.model.shards import check_shards
     from longgen.model.tokenizer import TextTokenizer, generation_settings
+    from longgen.opening import begin_host_memory, options_of
 
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
     folder = resolve_checkpoint(checkpoint_name(model))
@@ -96,15 +101,19 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     jobs = encode_jobs(tokenizer, requests, chat, options, settings.truncate, err)
     check_lengths(jobs, options.cap, trained=settings.max_len is None)
     check_vocabulary(jobs, config.vocab_size)
-    stretch = chosen_stretch(config, settings, jobs, options.cap)
+    sizes = request_sizes(jobs, options.max_new_tokens, options.cap)
+    stretch = chosen_stretch(config, settings, *max(sizes, key=sum))
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
     if stretch.notice:
         print(f"longgen: {stretch.notice}", file=err)
-    planned = planned_options(model, config, jobs, settings, options.cap, err)
-    engine = Engine.load(folder, replace(planned, yarn_factor=stretch.factor))
-    if note := slow_recurrence_note(config, engine.provider.device):
-        print(f"longgen: note: {note}", file=err)
-    return run_jobs(engine, tokenizer, jobs, options, out, err)
+    planner, plan = make_plan(model, config, sizes, settings, err)
+    chosen = options_of(plan, replace(engine_options(settings), yarn_factor=stretch.factor))
+    with closing(begin_host_memory(plan, sum(sizes[0]), chosen.torch_device())) as supply:
+        resize = partial(refit, planner, plan, settings, err)
+        engine = Engine.load(folder, chosen, supply=supply, resize=resize)
+        if note := slow_recurrence_note(config, engine.provider.device):
+            print(f"longgen: note: {note}", file=err)
+        return run_jobs(engine, tokenizer, jobs, options, out, err)
 
 
 def encode_jobs(
@@ -139,12 +148,11 @@ def encode_jobs(
     return jobs
 
 
-def chosen_stretch(config: Any, settings: Settings, jobs: Sequence[Job], cap: int) -> Stretch:
-    """The rotary angles for all jobs, which the longest one decides."""
+def chosen_stretch(config: Any, settings: Settings, prompt: int, new: int) -> Stretch:
+    """The rotary angles for all jobs, which the longest one decides: `prompt` tokens, and `new` that may follow."""
     from longgen.model.rope import trained_window
     from longgen.model.window import choose_stretch
 
-    prompt, new = max(request_sizes(jobs, settings.max_new_tokens, cap), key=sum)
     beyond = settings.max_len is not None and settings.max_len > trained_window(config)
     return choose_stretch(config, settings.rope, prompt, new, beyond=beyond)
 
@@ -163,10 +171,10 @@ def engine_options(settings: Settings) -> EngineOptions:
     )
 
 
-def planned_options(
-    model: str, config: Any, jobs: Sequence[Job], settings: Settings, cap: int, err: TextIO
-) -> EngineOptions:
-    """Plans memory for the longest job, says so in three lines on `err`, and returns how the engine is to be built.
+def make_plan(
+    model: str, config: Any, sizes: Sequence[tuple[int, int]], settings: Settings, err: TextIO
+) -> tuple[Planner, MemoryPlan]:
+    """Plans memory for the longest job, and says so in three lines on `err`. sizes: see `request_sizes`.
 
     Raises CapacityError if it does not fit.
     """
@@ -181,20 +189,29 @@ def planned_options(
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
     choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
-    sizes = request_sizes(jobs, settings.max_new_tokens, cap)
-    plan = Planner(shape, machine, choices).plan(*max(sizes, key=sum))
+    planner = Planner(shape, machine, choices)
+    plan = planner.plan(*max(sizes, key=sum))
     for line in summary(plan):
         print(f"longgen: {line}", file=err)
     hold_to(plan, settings.gpu_memory, device)
-    chosen = plan.sizes
-    return replace(
-        options,
-        chunk_size=chosen.chunk_tokens,
-        resident_blocks=plan.resident_blocks,
-        ring_entries=chosen.ring_entries,
-        ring_blocks=chosen.run_blocks,
-        prefill_depth=chosen.prefill_depth,
-    )
+    return planner, plan
+
+
+def refit(
+    planner: Planner, plan: MemoryPlan, settings: Settings, err: TextIO, provider: Provider, options: EngineOptions
+) -> EngineOptions:
+    """Plans again once the weights are loaded and a chunk is measured; says on `err` what that changes.
+
+    Raises CapacityError if it does not fit after all.
+    """
+    from longgen.opening import meter_of, options_of, plan_again
+    from longgen.planning import correction, hold_to
+
+    final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan))
+    if line := correction(plan, final):
+        print(f"longgen: {line}", file=err)
+    hold_to(final, settings.gpu_memory, provider.device)
+    return options_of(final, options)
 
 
 def check_lengths(jobs: Sequence[Job], cap: int, *, trained: bool) -> None:

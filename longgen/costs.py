@@ -15,14 +15,10 @@ DELTA_CHUNK = 64  # tokens that the delta rule's chunked form works on at once
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Device bytes that a pass holds besides weights and store buffers: fixed + per_token * tokens of the pass.
-
-    measured: whether a run on the device gave the numbers, or the formulas of this module.
-    """
+    """Device bytes that a pass holds besides weights and store buffers: fixed + per_token * tokens of the pass."""
 
     fixed: int
     per_token: int
-    measured: bool = False
 
     def bytes(self, tokens: int) -> int:
         return self.fixed + self.per_token * tokens

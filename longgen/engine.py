@@ -13,6 +13,7 @@ from longgen.errors import SlotError, UsageError
 from longgen.kv.layout import KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
+from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.sampling import Sampler
@@ -106,8 +107,19 @@ class Engine:
         self.chunk_tokens = store.sizes.chunk_tokens
 
     @classmethod
-    def load(cls, folder: Path, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:
+    def load(
+        cls,
+        folder: Path,
+        options: EngineOptions,
+        policy: SparsePolicy | None = None,
+        supply: HostSupply | None = None,
+        resize: Callable[[Provider, EngineOptions], EngineOptions] | None = None,
+    ) -> Engine:
         """Loads a checkpoint folder and allocates the store's buffers.
+
+        Args:
+            supply: may have been making host memory for some time; None: it begins with the first request.
+            resize: told of the loaded model, gives the options that hold for the buffers; None: `options`.
 
         Raises:
             UsageError: options that contradict each other or name a device that is not there.
@@ -121,10 +133,17 @@ class Engine:
             provider = Provider.load(
                 folder, dtype=dtype, device=device, slots=options.slots, yarn_factor=options.yarn_factor
             )
-            return cls.over(provider, options, policy)
+            options = resize(provider, options) if resize else options
+            return cls.over(provider, options, policy, supply)
 
     @classmethod
-    def over(cls, provider: Provider, options: EngineOptions, policy: SparsePolicy | None = None) -> Engine:
+    def over(
+        cls,
+        provider: Provider,
+        options: EngineOptions,
+        policy: SparsePolicy | None = None,
+        supply: HostSupply | None = None,
+    ) -> Engine:
         """An engine over a model that is loaded already; its device and dtype hold, not those of `options`."""
         layout = KVLayout(
             provider.layer_specs(), provider.kv_heads, provider.head_dim, provider.dtype, options.block_size
@@ -134,8 +153,9 @@ class Engine:
         groups = provider.config.num_attention_heads // provider.kv_heads
         windowed = bool(layout.window_layers)
         kernels.prepare(provider.dtype, provider.head_dim, groups, provider.device, windowed=windowed)
-        transfer = open_transfer(provider.device)
-        return cls(provider, KVStore(layout, sizes, transfer=transfer, kernels=kernels, policy=policy))
+        transfer = supply.transfer if supply else open_transfer(provider.device)
+        store = KVStore(layout, sizes, transfer=transfer, kernels=kernels, policy=policy, supply=supply)
+        return cls(provider, store)
 
     def generate(
         self,
@@ -229,6 +249,10 @@ class Engine:
         """Ends a slot's request: nothing of it remains on the device or in the slot."""
         self.store.reset(slot_id)
         self.provider.reset(slot_id)
+
+    def close(self) -> None:
+        """Ends the threads that make host memory; an engine that is dropped ends them by itself, a moment later."""
+        self.store.close()
 
     def reset_all(self) -> None:
         """Ends every slot's request."""

@@ -11,6 +11,7 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.attention.call import AttentionCall
 from longgen.kv.predict import Rates
+from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Transfer, open_transfer
 from longgen.model_shape import ModelShape
 
@@ -87,6 +88,16 @@ def measure_memory(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = 
     return 2.0 * nbytes / _seconds(lambda: target.copy_(source), transfer, clock)
 
 
+def measure_pinning(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = time.perf_counter) -> float:
+    """Bytes of host memory a second that a store's threads make, in one piece each; they are given back."""
+    supply = HostSupply(transfer)
+    started = clock()
+    supply.collect(supply.order([nbytes // supply.threads] * supply.threads))
+    seconds = max(clock() - started, 1e-9)
+    supply.close()
+    return nbytes // supply.threads * supply.threads / seconds
+
+
 def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
     """The rates of a CUDA device for a model, for predictions. Gives back the memory it took."""
     transfer = open_transfer(device, warns=False)
@@ -97,6 +108,7 @@ def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
         load=copies.load,
         offload=copies.offload,
         memory=MODULE_SHARE * measure_memory(transfer, COPY_BYTES),
+        pin=measure_pinning(transfer, COPY_BYTES),
         source="measured here",
     )
     if device.type == "cuda":

@@ -118,7 +118,7 @@ def _rates_here(device: Any, shape: ModelShape) -> Rates:
 def hold_to(plan: MemoryPlan, gpu_memory: int | float | None, device: Any) -> None:
     """Makes torch keep to a cap that the user set: what goes over it fails instead of taking more of the card."""
     if gpu_memory is not None and plan.machine.device is not None:
-        cap_allocator(plan.machine.device, RUNTIME_BYTES, device.index or 0)
+        cap_allocator(plan.machine.device, max(RUNTIME_BYTES, plan.device.runtime), device.index or 0)
 
 
 def plan_lengths(
@@ -167,6 +167,18 @@ def _times(plan: MemoryPlan) -> str:
     )
 
 
+def correction(before: MemoryPlan, after: MemoryPlan) -> str | None:
+    """What measuring changed about a plan, in one line; None if nothing."""
+    if before.sizes == after.sizes:
+        return None
+    device = after.device
+    return (
+        f"measured {show_bytes(device.activations)} of activations and {show_bytes(device.runtime + device.allocator)} "
+        f"for CUDA and its allocator: {after.resident_blocks:,} resident blocks a layer instead of "
+        f"{before.resident_blocks:,}, GPU {show_bytes(device.total)}"
+    )
+
+
 def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | CapacityError]) -> str:
     """What `longgen plan` prints: the model, the machine, and a column for each length that fits."""
     plans = [result for result in results if isinstance(result, MemoryPlan)]
@@ -180,7 +192,7 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
         rates = machine.rates
         lines.append(
             f"rates: attention {rates.attention / 1e12:,.0f} and matrix products {rates.matmul / 1e12:,.0f} TFLOP/s, "
-            f"copies {rates.load / 1e9:,.1f} GB/s ({rates.source})"
+            f"copies {rates.load / 1e9:,.1f} GB/s, pinning {rates.pin / 1e9:,.1f} GB/s ({rates.source})"
         )
     if plans:
         lines += ["", *_columns([_rows(plan) for plan in plans])]

@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one run: tests, backends, memory, speed, and the memory checker.
 
 Tables go to stderr; the last line on stdout is one JSON object. The exit status is 0 if nothing that has a bar missed
-it. On one H200 all of it takes about eight minutes, `--only` chooses sections.
+it. On one H200 all of it takes about thirteen minutes, `--only` chooses sections.
 
     python scripts/gpu_check.py
     python scripts/gpu_check.py --only backends,speed --json speed.json
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 
 import torch
 import transformers
-from gpucheck import backends, memory, sanitizer, speed, suite
+from gpucheck import backends, memory, plan, sanitizer, speed, suite
 from gpucheck.report import Result, Settings, say, table
 
 SECTIONS: MappingProxyType[str, Callable[[Settings], Result]] = MappingProxyType(
@@ -35,6 +35,7 @@ SECTIONS: MappingProxyType[str, Callable[[Settings], Result]] = MappingProxyType
         "stress": suite.run_stress,
         "backends": backends.run,
         "memory": memory.run,
+        "plan": plan.run,
         "speed": speed.run,
         "sanitizer": sanitizer.run,
     }

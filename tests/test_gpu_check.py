@@ -25,15 +25,22 @@ def gpucheck(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--small", "--device", "cpu", "--json", str(file)]
-    done = subprocess.run([*command, "--only", "memory,speed,stress"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--only", "memory,speed,stress,plan"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == json.loads(file.read_text())
-    assert list(result["sections"]) == ["memory", "speed", "stress"]
+    assert list(result["sections"]) == ["memory", "speed", "stress", "plan"]
     assert all(section["ok"] for section in result["sections"].values())
     assert result["sections"]["stress"]["passed"] == 10
     for prompt in result["sections"]["memory"]["prompts"]:
         assert prompt["host_bytes"] == prompt["kv_bytes"]
+    planned = result["sections"]["plan"]
+    assert [(row["model"], row["tokens"]) for row in planned["rows"]] == [
+        (model, tokens) for model in ("qwen3-0.6b", "qwen2.5-7b") for tokens in (256, 512, 1024)
+    ]
+    assert all(row["host_bytes"] == row["kv"] for row in planned["rows"])
+    assert [row["begun"] for row in planned["pinning"]] == ["with the plan", "with the prefill", "with the plan"]
+    assert len(planned["refusals"]) == 1 and not planned["missed"]
     assert [row["what"] for row in result["sections"]["speed"]["rows"]] == ["prefill", "decode step"] * 3
 
 
@@ -86,3 +93,39 @@ def test_the_case_for_the_memory_checker_agrees_with_the_reference() -> None:
     command = [sys.executable, str(SCRIPTS / "gpucheck" / "sanitizer_case.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "agrees with the reference" in done.stdout, done.stdout + done.stderr
+
+
+def test_plans_that_are_wrong_miss_their_bars(gpucheck: Any) -> None:
+    plan, gib = gpucheck("plan"), 1 << 30
+    good = {
+        "model": "m",
+        "tokens": 65_536,
+        "cap": 24 * gib,
+        "planned": 23 * gib,
+        "used": 23 * gib + (200 << 20),
+        "kv": 10 * gib,
+        "host_rss": 10 * gib + (100 << 20),
+        "prefill_s": 10.0,
+        "predicted_s": 12.0,
+        "decode_rate": 10.0,
+        "predicted_rate": 8.0,
+    }
+    pinned = {"tokens": 65_536, "begun": "with the plan", "which": "short", "slower": 0.08}
+
+    def missed(**changes: Any) -> list[str]:
+        return list(plan._missed([good, good | {"tokens": 524_288} | changes], [pinned]))
+
+    assert missed() == []
+    for change, word in (
+        ({"used": 22 * gib}, "planned"),
+        ({"used": 24 * gib + 1}, "over the cap"),
+        ({"used": 23 * gib + (200 << 20) - gib // 3}, "from length to length"),
+        ({"host_rss": 10 * gib + (300 << 20)}, "of KV"),
+        ({"host_rss": 9 * gib}, "of KV"),
+        ({"predicted_s": 13.0}, "prefill_s"),
+        ({"predicted_rate": 7.0}, "decode_rate"),
+    ):
+        assert any(word in line for line in missed(**change)), change
+    assert list(plan._missed([good], [pinned | {"slower": 0.11}]))
+    assert list(plan._missed([good], [pinned | {"which": "long"}]))
+    assert not list(plan._missed([good], [pinned | {"begun": "with the prefill", "slower": 0.5}]))

@@ -28,11 +28,13 @@ class DeviceBudget:
         usable: bytes that the process may hold in all.
         total: bytes of the card; equal to `usable` where there is no card to ask.
         source: where `usable` comes from, for messages.
+        others: bytes that other processes hold.
     """
 
     usable: int
     total: int
     source: str
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +113,15 @@ def limit_device(asked: int | float | None, *, free: int, total: int, held: int)
     cap = device_cap(asked, total)
     room = min(total, free + held)
     if cap is None:
-        return DeviceBudget(room, total, f"{show_bytes(room)} free of {show_bytes(total)} on the GPU")
+        source = f"{show_bytes(room)} free of {show_bytes(total)} on the GPU"
+        return DeviceBudget(room, total, source, total - room)
     if cap > room:
         raise CapacityError(
             f"--gpu-memory {show_bytes(cap)} is more than the {show_bytes(room)} that other processes leave free of "
             f"the card's {show_bytes(total)}; lower it, or end them"
         )
-    return DeviceBudget(cap, total, f"--gpu-memory {show_bytes(cap)} of the card's {show_bytes(total)}")
+    source = f"--gpu-memory {show_bytes(cap)} of the card's {show_bytes(total)}"
+    return DeviceBudget(cap, total, source, total - room)
 
 
 def device_budget(asked: int | float | None, index: int = 0) -> DeviceBudget:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,6 +47,8 @@ class PinnedMemory:
 
     Where registration is refused (a limit on locked memory, some virtual machines) the memory stays pageable: the
     driver then stages every copy, at about a sixth of the rate, and the host waits for it. One warning says so.
+
+    Several threads may allocate at once: what takes long lets the others run.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PinnedMemory:
         """`warns`: whether the first refusal is worth a warning here (measuring leaves it to the run that follows)."""
         self._register, self._unregister, self._warns = register, unregister, warns
         self.refused: str | None = None  # why memory is pageable, once a registration has been refused
+        self._refusing = threading.Lock()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], zeroed, unpinned and unmapped when the tensor's memory is no longer used."""
@@ -70,7 +74,9 @@ class PinnedMemory:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         buffer = (ctypes.c_ubyte * nbytes).from_buffer(mapping)
         memory = torch.frombuffer(buffer, dtype=torch.uint8)
-        memory.zero_()  # touches every page, in parallel: registration of untouched memory does it on one core
+        # Touches every page: registration would, more slowly. On one core, with others free to do the same, and without
+        # the interpreter's lock.
+        ctypes.memset(memory.data_ptr(), 0, nbytes)
         if self.refused is None:
             self._pin(mapping, buffer, memory.data_ptr())
         return memory
@@ -82,8 +88,11 @@ class PinnedMemory:
             # Hung on what the tensor holds, and holding the mapping: a mapping alone is gone before its finalizer runs.
             weakref.finalize(buffer, _release, self._unregister, address, mapping)
             return
-        self.refused = f"CUDA refused to pin {nbytes:,} bytes of host memory (error {code})"
-        if self._warns:
+        with self._refusing:
+            first = self.refused is None
+            if first:
+                self.refused = f"CUDA refused to pin {nbytes:,} bytes of host memory (error {code})"
+        if first and self._warns:
             logging.getLogger("longgen").warning(
                 "%s: copies will run at about a sixth of the wire's rate. Raise the limit on locked memory (ulimit -l) "
                 "if there is one.",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from longgen.costs import Activations, estimate_activations
+from longgen.costs import estimate_activations
 from longgen.errors import CapacityError
 from longgen.kv.budget import DeviceBudget, HostBudget
 from longgen.kv.predict import Prediction, Rates, balanced_chunk, predict, reference_rates
@@ -58,6 +58,18 @@ class Machine:
     device: DeviceBudget | None
     rates: Rates | None = None
     shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredUse:
+    """Device bytes that a chunk of the planned size was seen to take beside weights, states and buffers.
+
+    runtime: outside torch.   allocator: held by torch and in no tensor.   activations: tensors of the pass.
+    """
+
+    runtime: int
+    allocator: int
+    activations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,14 @@ class MemoryPlan:
         return self.sizes.resident_blocks if isinstance(self.sizes.resident_blocks, int) else 0
 
     @property
+    def early_host_bytes(self) -> int:
+        """Bytes of host blocks that there is room for while the weights are still being loaded."""
+        budget, device = self.machine.host, self.device.total if self.machine.shared else 0
+        if budget is None:
+            return self.host.kv
+        return max(0, min(self.host.kv, budget.usable - self.host.process - self.host.loading - device))
+
+    @property
     def host_blocks(self) -> int:
         """Blocks of every layer in host memory."""
         return max(0, self.kv.blocks_for(self.tokens) - self.resident_blocks) if self.kv.full_layers else 0
@@ -131,13 +151,14 @@ class Planner:
         model: ModelShape,
         machine: Machine,
         options: PlanOptions | None = None,
-        activations: Activations | None = None,
+        use: MeasuredUse | None = None,
     ) -> None:
-        """`activations`: measured on the device; None estimates them."""
+        """`use`: measured on the device with the chunk size of `options`; None estimates it."""
         self.model, self.machine = model, machine
         self._options = options or PlanOptions()
         self._kv = model.kv(self._options.block_size)
-        self._activations = activations or estimate_activations(model, self._options.slots)
+        self._use = use
+        self._activations = estimate_activations(model, self._options.slots)
         self._rates = machine.rates or reference_rates(model.head_dim)
 
     def plan(self, prompt: int, new_tokens: int) -> MemoryPlan:
@@ -166,6 +187,11 @@ class Planner:
             reasons=self._reasons(sizes, prompt, tokens),
             prediction=predict(self.model, self._kv, sizes, known, prompt, new_tokens) if known else None,
         )
+
+    def again(self, plan: MemoryPlan, use: MeasuredUse) -> MemoryPlan:
+        """`plan`, with its chunk size, once it is known what a chunk takes. Raises as `plan`."""
+        options = replace(self._options, chunk_size=plan.sizes.chunk_tokens)
+        return Planner(self.model, self.machine, options, use).plan(plan.prompt, plan.new_tokens)
 
     def longest_prompt(self, new_tokens: int) -> int:
         """The most prompt tokens that fit with `new_tokens` after them; 0 if none do."""
@@ -220,8 +246,11 @@ class Planner:
     def _needs(self, sizes: StoreSizes) -> DeviceNeeds:
         store = sizes.device_bytes(self._kv)
         states = self.model.state_bytes(sizes.slots)
-        activations = self._activations.bytes(sizes.chunk_tokens)
         weights = self.model.weight_bytes
+        if self._use is not None:
+            use = self._use
+            return DeviceNeeds(use.runtime, weights, states, use.activations, use.allocator, store)
+        activations = self._activations.bytes(sizes.chunk_tokens)
         rounded = 0 if self.machine.shared else (weights + activations) // ALLOCATOR_PART
         runtime = 0 if self.machine.shared else RUNTIME_BYTES
         return DeviceNeeds(runtime, weights, states, activations, rounded, store)

@@ -16,14 +16,12 @@ class Slot:
         length: tokens that are part of the request.
         written: highest position ever staged since the reset, accepted or not; tells which tokens of a
             sliding-window layer are still there.
-        planned: tokens the request was announced with (prompt and answer), 0 if it was not.
         broken: whether a commit failed halfway; only a reset helps.
     """
 
     id: int
     length: int = 0
     written: int = 0
-    planned: int = 0
     broken: bool = False
 
 

@@ -14,6 +14,7 @@ from longgen.kv.passes import Pass
 from longgen.kv.schedule import Member
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.slots import Slot, SlotTable
+from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Transfer
 from longgen.sparse.base import Phase, SparsePolicy
 from longgen.sparse.full import FullAttentionPolicy
@@ -33,13 +34,20 @@ class KVStore:
         transfer: Transfer,
         kernels: Kernels,
         policy: SparsePolicy | None = None,
+        supply: HostSupply | None = None,
     ) -> None:
-        """Allocates every device buffer. `policy` None is full attention."""
+        """Allocates every device buffer.
+
+        Args:
+            policy: None is full attention.
+            supply: of host memory through `transfer`, which may be at work already; None: one of the store's own.
+        """
         sizes.check(layout.shape)
         self.layout, self.sizes, self.transfer = layout, sizes, transfer
         self.slots = SlotTable(sizes.slots)
         self._full = FullAttentionPolicy()
         self._open: Pass | None = None
+        self._supply = supply or HostSupply(transfer)
         device, resident = transfer.device, sizes.resident_by_layer(layout.shape)
         self._parts = StoreParts(
             layout=layout,
@@ -47,13 +55,7 @@ class KVStore:
             transfer=transfer,
             kernels=kernels,
             policy=policy or self._full,
-            host=HostCache(
-                layout,
-                slots=sizes.slots,
-                extent_blocks=sizes.run_blocks,
-                resident=resident,
-                allocate=transfer.allocate_host,
-            ),
+            host=HostCache(layout, sizes, self._supply),
             ring=RingBuffer(layout, entries=sizes.ring_entries, run_blocks=sizes.run_blocks, device=device),
             prefill=PrefillBuffers(layout, depth=sizes.prefill_depth, chunk_tokens=sizes.chunk_tokens, device=device),
             decode=DecodeBuffers(layout, slots=sizes.slots, margin=sizes.decode_tokens, device=device),
@@ -69,7 +71,7 @@ class KVStore:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held for KV now, in bytes."""
+        """Host memory held for KV now, what is made ahead and what was returned included, in bytes."""
         return self._parts.host.nbytes
 
     def length(self, slot_id: int) -> int:
@@ -77,8 +79,9 @@ class KVStore:
         return self.slots[slot_id].length
 
     def announce(self, slot_id: int, tokens: int) -> None:
-        """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly."""
-        self.slots[slot_id].planned = tokens
+        """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly and made
+        in the background from now on."""
+        self._parts.host.announce(self.slots[slot_id].id, tokens)
 
     def begin(self, requests: Sequence[tuple[int, int]], phase: Phase = Phase.PREFILL) -> Pass:
         """Opens a pass of n new tokens of one slot, or of one token of each of several slots.
@@ -90,7 +93,7 @@ class KVStore:
         Raises:
             SlotError: an unknown slot, one named twice, a batch of more than one token each, a slot whose last
                 commit failed, or a pass is open.
-            CapacityError: more tokens than the buffers of a pass hold.
+            CapacityError: more tokens than the buffers of a pass hold, or host memory that cannot be had.
         """
         members = self._members(requests)
         tokens, most = members[0].tokens, max(self.sizes.chunk_tokens, self.sizes.decode_tokens)
@@ -99,7 +102,7 @@ class KVStore:
         for member in members:
             slot = self.slots[member.slot_id]
             end = member.length + member.tokens
-            self._parts.host.grow(slot.id, end, slot.planned)
+            self._parts.host.grow(slot.id, end)
             slot.written = max(slot.written, end)
         policy = self._parts.policy
         supported = policy.supports_decode if phase is Phase.DECODE else policy.supports_prefill
@@ -141,7 +144,7 @@ class KVStore:
         if self._open is not None and slot_id in self._open.slots:
             self._open.abort()
         self._parts.transfer.drain()
-        slot.length = slot.written = slot.planned = 0
+        slot.length = slot.written = 0
         slot.broken = False
         self._parts.host.release(slot_id)
         self._parts.policy.reset(slot_id)
@@ -151,6 +154,10 @@ class KVStore:
             buffer.filled = buffer.free = None
             buffer.k.zero_()
             buffer.v.zero_()
+
+    def close(self) -> None:
+        """Ends the threads that make host memory. A store that is dropped ends them by itself, a moment later."""
+        self._supply.close()
 
     def poison(self, value: float = float("nan")) -> None:
         """Fills every buffer that holds nothing of a slot with `value`: a read of stale data then shows in the result.

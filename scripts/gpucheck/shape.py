@@ -1,4 +1,4 @@
-"""The model the figures are for: the shape of Qwen3-0.6B with random weights, and what its work costs."""
+"""The models the figures are for: shapes of Qwen3-0.6B and Qwen2.5-7B with random weights. What their work costs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,26 @@ def model_config(small: bool) -> Any:
     )
 
 
-def make_provider(settings: Settings) -> Provider:
-    """The model in bf16, made on the device."""
+def larger_config(small: bool) -> Any:
+    """Of Qwen2.5-7B: 28 layers, 28 query and 4 KV heads of 128, head and embedding apart."""
+    return AutoConfig.for_model(
+        "qwen2",
+        vocab_size=320 if small else 152_064,
+        hidden_size=112 if small else 3584,
+        intermediate_size=96 if small else 18_944,
+        num_hidden_layers=2 if small else 28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=1 << 20,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7},
+        tie_word_embeddings=False,
+    )
+
+
+def make_provider(settings: Settings, config: Any = None) -> Provider:
+    """A model in bf16, made on the device; `config` None is that of Qwen3-0.6B."""
     torch.manual_seed(0)
-    model: Any = random_model(model_config(settings.small), torch.bfloat16, settings.device)
+    model: Any = random_model(config or model_config(settings.small), torch.bfloat16, settings.device)
     return Provider(model, model.config)
 
 

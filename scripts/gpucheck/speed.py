@@ -45,7 +45,8 @@ def _case(
     engine.decode_step(3)
     engine.reset()
     # Host memory for the whole request first, so that its price and that of the prefill are told apart.
-    host = seconds(lambda: engine.store._parts.host.grow(0, tokens, tokens), settings.device)
+    engine.store.announce(0, tokens + NEW_TOKENS)
+    host = seconds(lambda: engine.store._parts.host.grow(0, tokens + NEW_TOKENS), settings.device)
     host_bytes, prompt = engine.store.host_bytes, random_prompt(tokens)
     prefill = seconds(lambda: engine.prefill(prompt, new_tokens=NEW_TOKENS), settings.device)
     step = statistics.median(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.parts import StoreSizes
 from longgen.kv.pinned import PinnedMemory, cuda_register, cuda_unregister
 from longgen.kv.store import KVStore
+from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import CudaTransfer, Transfer, make_current
 from tests.checkpoints import Build, random_ids
 from tests.kv.mirror import Attended, Mirror, run_pass
@@ -103,9 +106,14 @@ def test_a_refusal_by_cuda_itself_leaves_no_error_behind(caplog: pytest.LogCaptu
 class InjectedTransfer(CudaTransfer):
     """Registers host memory through a function of the test's."""
 
-    def __init__(self, device: torch.device, register: Callable[[int, int], int]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        register: Callable[[int, int], int],
+        unregister: Callable[[int], None] = cuda_unregister,
+    ) -> None:
         super().__init__(device)
-        self.memory = PinnedMemory(register=register)
+        self.memory = PinnedMemory(register=register, unregister=unregister)
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return self.memory.allocate(nbytes)
@@ -158,6 +166,94 @@ def test_host_memory_in_use_is_the_bytes_of_the_kv_and_pinned() -> None:
 
     _, store = outputs(InjectedTransfer(torch.device("cuda"), register))
     assert sum(registered.values()) == store.host_bytes
+
+
+class Registry:
+    """Registers with CUDA, and keeps what is registered and by which threads."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.threads: set[str] = set()
+
+    def register(self, address: int, nbytes: int) -> int:
+        code = cuda_register(address, nbytes)
+        self.live[address] = nbytes
+        self.threads.add(threading.current_thread().name)
+        return code
+
+    def unregister(self, address: int) -> None:
+        cuda_unregister(address)
+        del self.live[address]
+
+
+def wait_for_threads() -> None:
+    """Until no thread makes host memory any more."""
+    end = time.monotonic() + 60
+    while any(thread.name == "longgen-supply" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.cuda
+def test_memory_made_in_the_background_is_pinned_on_every_device(build: Build) -> None:
+    """Also on a card that is not the first, where a thread must not make a context on the first."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    with torch.cuda.device(device):
+        registry = Registry()
+        transfer = InjectedTransfer(device, registry.register, registry.unregister)
+        supply = HostSupply(transfer, threads=3)
+        pieces = supply.order([ODD_SIZE] * 12)
+        wait_for_threads()
+        memories = supply.collect(pieces)
+        assert registry.threads == {"longgen-supply"}
+        assert all(memory.is_pinned() for memory in memories)
+        sent = torch.randint(0, 256, (ODD_SIZE,), dtype=torch.uint8, device=device)
+        for memory in memories:
+            memory.copy_(sent, non_blocking=True)
+        torch.cuda.synchronize(device)
+        assert all(torch.equal(memory, sent.cpu()) for memory in memories)
+        del pieces, memories, memory
+        gc.collect()
+        assert not registry.live
+
+
+@pytest.mark.cuda
+def test_an_engine_that_is_dropped_unregisters_its_host_memory(build: Build) -> None:
+    device = torch.device("cuda")
+    registry = Registry()
+    supply = HostSupply(InjectedTransfer(device, registry.register, registry.unregister))
+    options = EngineOptions(device="cuda", dtype="bfloat16", block_size=256, chunk_size=1024, ring_blocks=4)
+    engine = Engine.load(build("qwen3", max_position=65536), options, supply=supply)
+    engine.prefill(random_ids(5000)[0].tolist(), new_tokens=3)
+    engine.decode_step(5)
+    assert sum(registry.live.values()) == engine.store.host_bytes > 0
+    engine.store.announce(0, 60_000)  # and dropped while this is being made
+    del engine, supply
+    gc.collect()
+    wait_for_threads()
+    gc.collect()
+    assert not registry.live
+    assert float(torch.ones(8, device="cuda").sum()) == 8.0
+
+
+@pytest.mark.cuda
+def test_a_refusal_in_a_background_thread_is_no_error_of_a_later_launch(caplog: pytest.LogCaptureFixture) -> None:
+    def register_twice(address: int, nbytes: int) -> int:
+        cuda_register(address, nbytes)
+        return cuda_register(address, nbytes)
+
+    transfer = InjectedTransfer(torch.device("cuda"), register_twice)
+    supply = HostSupply(transfer, threads=3)
+    with caplog.at_level(logging.WARNING, logger="longgen"):
+        pieces = supply.order([ODD_SIZE] * 12)
+        wait_for_threads()
+    memories = supply.collect(pieces)
+    assert len(caplog.records) == 1 and transfer.memory.refused is not None
+    assert float(torch.ones(8, device="cuda").sum()) == 8.0
+    for memory in memories:
+        with suppress(RuntimeError):
+            cuda_unregister(memory.data_ptr())
+    torch.cuda.synchronize()
 
 
 def open_small_blocks(folder: Path, device: torch.device) -> Engine:

@@ -67,7 +67,7 @@ def test_poison_in_host_blocks_would_be_seen(build: Build, device: torch.device,
     feed(engine, ids[:, :380], [256, 124])
     engine.store.transfer.drain()
     host = engine.store._parts.host
-    memories = [extent.memory for extent in host._extents[0]]
+    memories = [memory for extent in host._extents[0] for memory in extent.memories]
     assert memories
     for memory in memories:
         memory.view(torch.bfloat16).fill_(torch.nan)
@@ -81,9 +81,10 @@ def test_returned_host_blocks_are_poisoned_and_used_again(build: Build, device: 
     feed(engine, ids, [256, 144])
     engine.reset()
     poison(engine)
-    pool = {memory.data_ptr() for memory in engine.store._parts.host._pool}
-    assert pool and all(memory.view(torch.bfloat16).isnan().all() for memory in engine.store._parts.host._pool)
+    returned = engine.store._parts.host.pool()
+    pool = {memory.data_ptr() for memory in returned}
+    assert pool and all(memory.view(torch.bfloat16).isnan().all() for memory in returned)
     feed(engine, ids, [256, 144])
-    used = {extent.memory.data_ptr() for extent in engine.store._parts.host._extents[0]}
+    used = {memory.data_ptr() for extent in engine.store._parts.host._extents[0] for memory in extent.memories}
     assert pool & used
     assert not feed(engine, random_ids(20), [20]).isnan().any()

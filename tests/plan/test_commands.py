@@ -177,8 +177,8 @@ def _noting(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any
     returned: list[Any] = []
     original = getattr(owner, name)
 
-    def note(*args: Any) -> Any:
-        returned.append(original(*args))
+    def note(*args: Any, **named: Any) -> Any:
+        returned.append(original(*args, **named))
         return returned[-1]
 
     monkeypatch.setattr(owner, name, note)
@@ -205,7 +205,7 @@ def test_a_run_says_its_plan_in_three_lines_and_keeps_to_it(
 def test_a_run_that_does_not_fit_is_refused_before_weights_load(
     build: Build, prompt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "load", lambda *_: pytest.fail("the engine was loaded"))
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("the engine was loaded"))
     assert main(_run(build("qwen3"), prompt, "--cpu-memory", "100MiB")) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

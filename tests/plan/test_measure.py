@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from longgen.kv.transfer import CpuTransfer
-from longgen.measure import REPEATS, measure_attention, measure_copies, measure_matmul, measure_memory, measure_rates
+from longgen.measure import (
+    REPEATS,
+    measure_attention,
+    measure_copies,
+    measure_matmul,
+    measure_memory,
+    measure_pinning,
+    measure_rates,
+)
 from tests.plan.shapes import SLIDING
 
 
@@ -25,6 +33,7 @@ def test_rates_are_work_over_time() -> None:
     assert copies.pinned_refusal is None
     assert measure_matmul(CpuTransfer(), torch.float32, 8, clock.__next__) == 2 * 8**3 * REPEATS
     assert measure_memory(CpuTransfer(), 1000, clock.__next__) == 2000 * REPEATS
+    assert measure_pinning(CpuTransfer(), 3 << 10, clock.__next__) == 3 << 10
     flop = 4 * SLIDING.q_heads * SLIDING.head_dim * 3 * 256
     assert measure_attention(CpuTransfer(), SLIDING, 3, 256, clock.__next__) == flop * REPEATS
 
@@ -33,5 +42,5 @@ def test_every_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("COPY_BYTES", 1 << 16), ("ROWS", 8), ("KEYS", 256), ("SIDE", 32)):
         monkeypatch.setattr(f"longgen.measure.{name}", size)
     rates = measure_rates(torch.device("cpu"), SLIDING)
-    assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory) > 0
+    assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory, rates.pin) > 0
     assert rates.source == "measured here"

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from longgen.attention.backends import default_kernels
-from longgen.costs import Activations
 from longgen.errors import CapacityError
 from longgen.kv.layout import KVLayout
-from longgen.kv.plan import RUNTIME_BYTES, SPARE_PART, MemoryPlan, Planner, PlanOptions
+from longgen.kv.plan import RUNTIME_BYTES, SPARE_PART, MeasuredUse, MemoryPlan, Planner, PlanOptions
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
@@ -104,9 +103,39 @@ def test_what_the_user_fixed_is_kept() -> None:
 
 
 def test_measured_activations_take_the_place_of_the_estimate() -> None:
-    measured = Activations(1 << 20, 50_000, measured=True)
-    result = Planner(SMALL, machine(24), PlanOptions(chunk_size=4096), measured).plan(100_000, 1)
-    assert result.device.activations == (1 << 20) + 50_000 * 4096
+    planner = Planner(SMALL, machine(24))
+    before = planner.plan(524_288, 256)
+    use = MeasuredUse(runtime=900 << 20, allocator=100 << 20, activations=before.device.activations + (2 << 30))
+    after = planner.again(before, use)
+    assert (after.device.runtime, after.device.allocator, after.device.activations) == (
+        use.runtime,
+        use.allocator,
+        use.activations,
+    )
+    assert after.sizes.chunk_tokens == before.sizes.chunk_tokens
+    more = use.runtime + use.allocator + use.activations
+    less = before.device.runtime + before.device.allocator + before.device.activations
+    blocks = (more - less) / (28 * before.kv.block_bytes)
+    assert before.resident_blocks - after.resident_blocks in (int(blocks), int(blocks) + 1)
+    assert after.device.total <= 24 * GIB
+    assert after.host_blocks + after.resident_blocks == before.host_blocks + before.resident_blocks
+
+
+def test_a_chunk_that_takes_less_than_was_thought_leaves_more_blocks_on_the_device() -> None:
+    planner = Planner(SMALL, machine(24))
+    before = planner.plan(524_288, 256)
+    after = planner.again(before, MeasuredUse(500 << 20, 0, before.device.activations // 2))
+    assert after.resident_blocks > before.resident_blocks
+    given = Planner(SMALL, machine(24), PlanOptions(resident_blocks=5))
+    assert given.again(given.plan(524_288, 256), MeasuredUse(500 << 20, 0, 1 << 20)).resident_blocks == 5
+
+
+def test_a_chunk_that_takes_more_than_there_is_is_refused_with_numbers() -> None:
+    planner = Planner(SEVEN, machine(17))
+    with pytest.raises(
+        CapacityError, match=r"seven needs 17\.\d GiB of GPU memory at least .* 2 GiB activations.* and 17 GiB"
+    ):
+        planner.again(planner.plan(65_536, 256), MeasuredUse(1 << 30, 0, 2 << 30))
 
 
 def test_a_short_prompt_needs_no_large_buffers() -> None:
@@ -190,7 +219,7 @@ def test_a_store_takes_exactly_what_is_planned(resident: int, slots: int) -> Non
         store.announce(slot, result.tokens)
         with store.begin([(slot, 16)]):
             pass
-        store._parts.host.grow(slot, result.tokens, result.tokens)
+        store._parts.host.grow(slot, result.tokens)
     assert store.host_bytes == result.host.kv
 
 

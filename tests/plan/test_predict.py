@@ -9,6 +9,7 @@ import pytest
 from longgen.costs import traffic_bytes
 from longgen.kv.predict import balanced_chunk, chunk_parts, given_rates, predict, reference_rates
 from longgen.kv.sizes import StoreSizes
+from longgen.model_shape import ModelShape
 from tests.plan.shapes import SEVEN, SMALL
 
 RATES = reference_rates(128)
@@ -80,3 +81,21 @@ def test_rates_that_are_given_take_the_place_of_the_reference() -> None:
     assert given.matmul == pytest.approx(790e12 / 4)
     assert given.memory == pytest.approx(RATES.memory / 4)
     assert given.source == "--tflops and --h2d-gbps given, the rest measured on an H200"
+
+
+def test_a_prefill_that_is_faster_than_pinning_waits_for_it() -> None:
+    kv, sizes, length = SMALL.kv(1024), StoreSizes(chunk_tokens=8192, resident_blocks=4), 100_000
+    slow = predict(SMALL, kv, sizes, replace(RATES, pin=1e9), length, 1)
+    assert slow.prefill_bound == "pinning host memory"
+    assert slow.prefill_seconds == (98 - 4) * 1024 * 114_688 / 1e9  # 97.7 blocks, of which four are on the device
+    fast = predict(SMALL, kv, sizes, replace(RATES, pin=1e12), length, 1)
+    assert fast.prefill_bound == "compute" and fast.prefill_seconds < slow.prefill_seconds
+    assert slow.decode_rate == fast.decode_rate
+
+
+@pytest.mark.parametrize("shape", [SMALL, SEVEN])
+def test_pinning_hides_behind_a_long_prefill(shape: ModelShape) -> None:
+    """At the H200's rates: 14.7 s of 512K tokens of the smaller model, whose prefill takes three times as long."""
+    kv, sizes = shape.kv(1024), StoreSizes(chunk_tokens=8192)
+    assert predict(shape, kv, sizes, RATES, 524_288, 1).prefill_bound == "compute"
+    assert RATES.pin == 4.1e9
