@@ -104,6 +104,11 @@ class HostCache:
         self._pool += [extent.memory for extent in self._extents[slot_id] if extent.memory.numel()]
         self._extents[slot_id].clear()
 
+    def scrub(self, slot_id: int) -> None:
+        """Overwrites a slot's extents with zeros. No queue may still use them."""
+        for extent in self._extents[slot_id]:
+            extent.memory.zero_()
+
     def poison_pool(self, value: float) -> None:
         """Fills the memory of returned extents with `value`, so that a stale read shows."""
         for memory in self._pool:
