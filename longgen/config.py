@@ -54,6 +54,8 @@ class Settings:
     sampling: "greedy", or "checkpoint" for the settings in the checkpoint's generation_config.json.
     temperature, top_k, top_p, min_p, repetition_penalty: see longgen.sampling; None leaves it to `sampling`.
     progress: whether to draw a bar during prefill; None draws it on a terminal.
+    stats: whether to print the figures of every request and of the run.
+    scrub: whether to overwrite a request's KV in host memory when it ends.
     """
 
     max_len: int | None = None
@@ -74,6 +76,8 @@ class Settings:
     min_p: float | None = None
     repetition_penalty: float | None = None
     progress: bool | None = None
+    stats: bool = False
+    scrub: bool = False
 
 
 def load_settings(config: Path | None, flags: Mapping[str, str | bool | None]) -> Settings:
@@ -189,6 +193,8 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         "min_p": _number,
         "repetition_penalty": _number,
         "progress": _switch,
+        "stats": _switch,
+        "scrub": _switch,
     }
 )
 
