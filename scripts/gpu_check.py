@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 
 import torch
 import transformers
-from gpucheck import backends, memory, sanitizer, speed, suite
+from gpucheck import backends, memory, sanitizer, slots, speed, suite
 from gpucheck.report import Result, Settings, say, table
 
 SECTIONS: MappingProxyType[str, Callable[[Settings], Result]] = MappingProxyType(
@@ -36,6 +36,7 @@ SECTIONS: MappingProxyType[str, Callable[[Settings], Result]] = MappingProxyType
         "backends": backends.run,
         "memory": memory.run,
         "speed": speed.run,
+        "slots": slots.run,
         "sanitizer": sanitizer.run,
     }
 )
