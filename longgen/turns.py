@@ -32,14 +32,10 @@ class Turns:
         if self._holder == threading.get_ident():
             raise SlotError("the engine was called from within one of its own calls (by a policy, say)")
         try:
-            with self._lock:
-                self._holder = threading.get_ident()
-                try:
-                    make_current(self._device)  # a thread that is new to CUDA has the first card as its current one
-                    self._catch_up()
-                    yield
-                finally:
-                    self._holder = None
+            with self._lock, self._held():
+                make_current(self._device)  # a thread that is new to CUDA has the first card as its current one
+                self._catch_up()
+                yield
         finally:
             self._sweep()
 
@@ -48,11 +44,21 @@ class Turns:
         self._late.append(work)
         self._sweep()
 
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Notes that this thread has the lock."""
+        self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._holder = None
+
     def _sweep(self) -> None:
         # Whoever finds the lock taken can go: its holder comes here on its way out.
         while self._late and self._lock.acquire(blocking=False):
             try:
-                self._catch_up()
+                with self._held():
+                    self._catch_up()
             finally:
                 self._lock.release()
 
