@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from longgen.model.tokenizer import DecodeStream, TextTokenizer
     from longgen.model.window import Stretch
 
-_SLOT = 0
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -47,7 +46,7 @@ class RunOptions:
 
     cap: most tokens of a prompt and its text together.   max_new_tokens: most tokens of the text alone.
     stop_ids, stops: token ids and strings that end a text.   seed: see longgen.sampling.record_seed.
-    progress: whether to draw the prefill's bar.
+    progress: whether to draw the prefill's bar.   stats: whether to print the figures of every request and of the run.
     """
 
     cap: int
@@ -57,6 +56,7 @@ class RunOptions:
     seed: int
     progress: bool
     stops: tuple[str, ...] = ()
+    stats: bool = False
 
 
 def run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
@@ -97,6 +97,7 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
         seed=settings.seed,
         progress=err.isatty() if settings.progress is None else settings.progress,
         stops=stops,
+        stats=settings.stats,
     )
     jobs = encode_jobs(tokenizer, requests, chat, options, settings.truncate, err)
     check_lengths(jobs, options.cap, trained=settings.max_len is None)
@@ -167,7 +168,11 @@ def engine_options(settings: Settings) -> EngineOptions:
     from longgen.engine import EngineOptions
 
     return EngineOptions(
-        device=settings.device, dtype=settings.dtype, block_size=settings.block_size, chunk_size=settings.chunk_size
+        device=settings.device,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        chunk_size=settings.chunk_size,
+        scrub=settings.scrub,
     )
 
 
@@ -253,7 +258,8 @@ def run_jobs(
     """Run the jobs in order. A LongGenError of one is reported to `err` and ends that job only.
 
     Returns the exit code: 0, or that of the first job that failed. Any other exception, such as KeyboardInterrupt, or
-    BrokenPipeError when nobody reads `out` any more, ends the run after the reset; so does an OutputError.
+    BrokenPipeError when nobody reads `out` any more, ends the run; so does an OutputError. Every job's slot is empty
+    when the job is over, however it ended: its generation sees to that.
     """
     code = 0
     for job in jobs:
@@ -264,8 +270,8 @@ def run_jobs(
         except LongGenError as error:
             print(f"longgen: error: {job.request.source}: {error}", file=err)
             code = code or error.exit_code
-        finally:
-            engine.reset(_SLOT)
+    if options.stats:
+        print(f"longgen: stats {json.dumps({'run': asdict(engine.observer.run())})}", file=err)
     return code
 
 
@@ -276,22 +282,22 @@ def _run_job(
     count = len(job.prompt)
     sampler = Sampler(options.sampling, record_seed(options.seed, job.request.id))
     started = time.monotonic()
-    with PrefillProgress(count, shown=options.progress, stream=err) as bar:
-        generation = engine.generate(
-            job.prompt,
-            max_new_tokens=min(options.max_new_tokens, options.cap - count),
-            stop_ids=options.stop_ids,
-            sampler=sampler,
-            slot_id=_SLOT,
-            on_prefill=bar.update,
-        )
-        tokens = iter(generation)
-        token = next(tokens, None)
-    prefilled = time.monotonic()
-    stops = StopStrings(options.stops)
-    generated = _stream(tokens if token is None else chain((token,), tokens), tokenizer.decode_stream(), stops, out)
-    reason = "stop" if stops.found else generation.finish_reason
-    ended = time.monotonic()
+    with ExitStack() as stack:
+        with PrefillProgress(count, shown=options.progress, stream=err) as bar:
+            generation = engine.generate(
+                job.prompt,
+                max_new_tokens=min(options.max_new_tokens, options.cap - count),
+                stop_ids=options.stop_ids,
+                sampler=sampler,
+                on_prefill=bar.update,
+            )
+            tokens = stack.enter_context(closing(iter(generation)))
+            token = next(tokens, None)
+        prefilled = time.monotonic()
+        stops = StopStrings(options.stops)
+        generated = _stream(tokens if token is None else chain((token,), tokens), tokenizer.decode_stream(), stops, out)
+        reason = "stop" if stops.found else generation.finish_reason
+        ended = time.monotonic()
     prefill_rate = count / max(prefilled - started, 1e-9)
     rates = f"prefill {prefill_rate:,.0f} tok/s"
     if generated > 1:  # the first token is the prefill's
@@ -301,6 +307,9 @@ def _run_job(
         f"{generated:,} generated ({reason}), {rates}",
         file=err,
     )
+    if options.stats and generation.stats is not None:
+        figures = {"request": job.request.id, **asdict(generation.stats)}
+        print(f"longgen: stats {json.dumps(figures)}", file=err)
 
 
 def _stream(tokens: Iterable[int], decoder: DecodeStream, stops: StopStrings, out: BinaryIO) -> int:

@@ -124,6 +124,8 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End the text before this string. May be repeated.")
     ] = None,
+    stats: Annotated[bool | None, typer.Option(help="Print the figures of every request and of the run.")] = None,
+    scrub: Annotated[bool | None, typer.Option(help="Overwrite a request's KV in memory when it ends.")] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the settings as they would hold, as YAML, and exit.")
     ] = False,
@@ -174,6 +176,9 @@ def plan(
     ] = None,
     chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
     resident_blocks: Annotated[str | None, typer.Option(metavar="N", help="Default: what fits.")] = None,
+    slots: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Requests of that length alive at once, each in a slot.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a request needs and how long it will take, without weights and without a GPU."""
@@ -186,7 +191,7 @@ def plan(
     lengths = [parse_length(text) for text in max_len.split(",")] if max_len else []
     limits = reports.limits_of(settings, h2d_gbps, tflops)
     with _stopping():
-        raise typer.Exit(reports.plan(model, lengths, settings, limits, as_json, sys.stdout, sys.stderr))
+        raise typer.Exit(reports.plan(model, lengths, settings, slots, limits, as_json, sys.stdout, sys.stderr))
 
 
 @app.command()

@@ -58,6 +58,8 @@ class Settings:
     truncate: where prompts that are too long are cut, "head", "middle" or "tail"; None refuses them.
     encoding_errors: "strict", or "replace" to read U+FFFD in place of bytes that are no text.
     stop: strings that end a text; None is none.
+    stats: whether to print the figures of every request and of the run.
+    scrub: whether to overwrite a request's KV in host memory when it ends.
     """
 
     max_len: int | None = None
@@ -82,6 +84,8 @@ class Settings:
     truncate: str | None = None
     encoding_errors: str = "strict"
     stop: tuple[str, ...] | None = None
+    stats: bool = False
+    scrub: bool = False
 
 
 def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence[str] | None]) -> Settings:
@@ -239,6 +243,8 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "truncate": _word("head", "middle", "tail"),
         "encoding_errors": _word("strict", "replace"),
         "stop": _stop_strings,
+        "stats": _switch,
+        "scrub": _switch,
     }
 )
 

@@ -1,94 +1,38 @@
-"""The engine: a request goes through chunked prefill and token-by-token decode over a KV store."""
+"""The engine: requests go through chunked prefill and token-by-token decode over a KV store, each in a slot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from longgen import batching
+from longgen.allocation import RequestId
 from longgen.attention.backends import default_kernels
+from longgen.batching import BatchedRequest, StepResult
 from longgen.errors import SlotError, UsageError
+from longgen.generation import Generation
 from longgen.kv.layout import KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Event, Queue, open_transfer
+from longgen.metrics import Observer, RequestStats
 from longgen.model.provider import Provider, StateSnapshot
+from longgen.options import EngineOptions
 from longgen.sampling import Sampler
 from longgen.shortage import shortage_reported
+from longgen.slot_manager import SlotManager
 from longgen.sparse.base import Phase, SparsePolicy
+from longgen.turns import Turns
 
-DEFAULT_CHUNK_TOKENS = 4096
+__all__ = ["BatchedRequest", "Engine", "EngineOptions", "Generation", "Snapshot", "StepResult", "TokenIds"]
+
 TokenIds = Sequence[int] | torch.Tensor  # of a tensor: integers, one dimension
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How an engine is built. Sizes are explained in `StoreSizes`; `auto` means what the machine and checkpoint offer.
-
-    Attributes:
-        device: auto, cpu, cuda or cuda:N.
-        dtype: auto (the checkpoint's own), bfloat16, float16 or float32.
-        block_size: tokens in a block.
-        chunk_size: tokens in a prefill chunk, a multiple of the block size; None: about 4096.
-        resident_blocks: first blocks of every layer kept on the device.
-        ring_entries, ring_blocks: entries of the ring buffer and blocks in each.
-        prefill_depth: layers whose chunk can wait for its offload.
-        slots: requests alive at once.
-        yarn_factor: how far YaRN stretches the trained window; None leaves that to the checkpoint.
-    """
-
-    device: str = "auto"
-    dtype: str = "auto"
-    block_size: int = 1024
-    chunk_size: int | None = None
-    resident_blocks: int = 0
-    ring_entries: int = 4
-    ring_blocks: int = 16
-    prefill_depth: int = 2
-    slots: int = 1
-    yarn_factor: float | None = None
-
-    def chunk_tokens(self) -> int:
-        """The chunk size in effect. Raises UsageError if it is not a multiple of the block size."""
-        if self.chunk_size is None:
-            return max(1, DEFAULT_CHUNK_TOKENS // self.block_size) * self.block_size
-        if self.chunk_size < 1 or self.chunk_size % self.block_size:
-            raise UsageError(f"chunk size {self.chunk_size} is not a multiple of the block size {self.block_size}")
-        return self.chunk_size
-
-    def store_sizes(self) -> StoreSizes:
-        """The sizes that a store is built with. Raises UsageError as `chunk_tokens`."""
-        return StoreSizes.for_block(
-            self.block_size,
-            slots=self.slots,
-            chunk_tokens=self.chunk_tokens(),
-            ring_entries=self.ring_entries,
-            run_blocks=self.ring_blocks,
-            prefill_depth=self.prefill_depth,
-            resident_blocks=self.resident_blocks,
-        )
-
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype named. Raises UsageError for another name."""
-        names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        if self.dtype not in names:
-            raise UsageError(f"dtype {self.dtype!r} is not one of auto, {', '.join(names)}")
-        return names[self.dtype]
-
-    def torch_device(self) -> torch.device:
-        """The device meant. Raises UsageError if there is no such device."""
-        name = self.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        kind, _, number = name.partition(":")
-        if name != "cpu" and (kind != "cuda" or not (name == "cuda" or number.isdecimal())):
-            raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
-        if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-            raise UsageError(f"device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-        return torch.device(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +44,43 @@ class Snapshot:
 
 
 class Engine:
-    """Runs requests in slots. A slot's tokens reach nothing outside it; `reset` ends a request."""
+    """Runs requests in slots. A slot's tokens reach nothing outside it, and the end of a request empties its slot.
 
-    def __init__(self, provider: Provider, store: KVStore) -> None:
-        self.provider, self.store = provider, store
-        self.chunk_tokens = store.sizes.chunk_tokens
+    A slot is used under its number alone, or allocated to a request id, whose batched requests it then serves.
+    An exception in a pass empties the slots that the pass served and no others. Misuse of a slot is a SlotError, and
+    changes nothing.
+
+    Threads: calls take turns, a prefill chunk by chunk, so threads that drive different slots get what each would get
+    alone. One slot belongs to one thread at a time. All threads must have the same current CUDA stream, which they do
+    unless they choose another.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        open_store: Callable[[StoreSizes], KVStore],
+        sizes: StoreSizes,
+        slot_tokens: int | None = None,
+    ) -> None:
+        """Made by `load` or `over`. `slot_tokens`: see EngineOptions."""
+        self.chunk_tokens = sizes.chunk_tokens
+        self.slots = SlotManager(provider, open_store, sizes, slot_tokens)
+        self._turns = Turns(provider.device)
+
+    @property
+    def provider(self) -> Provider:
+        """The model, with the recurrent states of this engine's slots."""
+        return self.slots.provider
+
+    @property
+    def store(self) -> KVStore:
+        """The KV of this engine's slots."""
+        return self.slots.store
+
+    @property
+    def observer(self) -> Observer:
+        """The figures of every request and of the run."""
+        return self.slots.observer
 
     @classmethod
     def load(
@@ -130,9 +106,7 @@ class Engine:
         options.chunk_tokens()  # what is wrong with it is said before the weights are loaded
         dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
-            provider = Provider.load(
-                folder, dtype=dtype, device=device, slots=options.slots, yarn_factor=options.yarn_factor
-            )
+            provider = Provider.load(folder, dtype=dtype, device=device, yarn_factor=options.yarn_factor)
             options = resize(provider, options) if resize else options
             return cls.over(provider, options, policy, supply)
 
@@ -144,18 +118,25 @@ class Engine:
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
     ) -> Engine:
-        """An engine over a model that is loaded already; its device and dtype hold, not those of `options`."""
+        """An engine over a model that is loaded already; its device and dtype hold, not those of `options`.
+
+        Of the provider it takes the weights, which are never written. Engines over the same weights must not run at
+        the same time.
+        """
         layout = KVLayout(
             provider.layer_specs(), provider.kv_heads, provider.head_dim, provider.dtype, options.block_size
         )
-        sizes = options.store_sizes()
         kernels = default_kernels(provider.device)
         groups = provider.config.num_attention_heads // provider.kv_heads
         windowed = bool(layout.window_layers)
         kernels.prepare(provider.dtype, provider.head_dim, groups, provider.device, windowed=windowed)
         transfer = supply.transfer if supply else open_transfer(provider.device)
-        store = KVStore(layout, sizes, transfer=transfer, kernels=kernels, policy=policy, supply=supply)
-        return cls(provider, store)
+        open_store = partial(
+            KVStore, layout, transfer=transfer, kernels=kernels, policy=policy, supply=supply, scrub=options.scrub
+        )
+        return cls(provider, open_store, options.store_sizes(), options.slot_tokens)
+
+    # One request
 
     def generate(
         self,
@@ -184,122 +165,200 @@ class Engine:
         *,
         new_tokens: int = 0,
         on_chunk: Callable[[int], None] | None = None,
+        request_id: RequestId | None = None,
     ) -> torch.Tensor:
-        """Starts a slot afresh with a prompt.
+        """Runs a prompt. A slot that no request id owns is started afresh; one that is owned must be empty.
 
         Args:
             tokens: the prompt's token ids.
             new_tokens: tokens that will follow, so that host memory is cut to fit exactly.
             on_chunk: called with the tokens done, after each chunk.
+            request_id: whose prompt it is; refused where the slot is not its own.
 
         Returns:
             Logits after the last token, float32 [vocab].
         """
-        self.reset(slot_id)
-        self.store.announce(slot_id, len(tokens) + new_tokens)
-        return self.extend(tokens, slot_id, on_chunk=on_chunk)
+        ids = self._ids(tokens)
+        if request_id is not None:
+            self.slots.check_owner(slot_id, request_id)
+        self.begin_request(slot_id, len(ids) + new_tokens)
+        return self._extend(ids, slot_id, on_chunk)
 
     def extend(
         self, tokens: TokenIds, slot_id: int = 0, *, on_chunk: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """Appends tokens to a slot, chunk by chunk; returns the logits after the last one, float32 [vocab]."""
-        if not len(tokens):
-            raise UsageError("there are no tokens to run: an empty prompt has no answer")
-        ids = torch.as_tensor(tokens, dtype=torch.int64)
-        transfer = self.store.transfer
-        running: Event = None
-        for start in range(0, len(ids), self.chunk_tokens):
-            logits = self._run([slot_id], ids[None, start : start + self.chunk_tokens], Phase.PREFILL)
-            # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
-            transfer.settle(running)
-            running = transfer.record(Queue.COMPUTE)
-            if on_chunk and start:
-                on_chunk(start)
-        transfer.settle(running)
-        if on_chunk:
-            on_chunk(len(ids))
-        return logits[0]
+        return self._extend(self._ids(tokens), slot_id, on_chunk)
 
     def decode_step(self, token: int, slot_id: int = 0) -> torch.Tensor:
         """Appends one token to a slot that holds some; returns the logits after it, float32 [vocab]."""
-        if self.store.length(slot_id) == 0:
-            raise SlotError(f"decode in slot {slot_id} before prefill: it holds no tokens")
-        return self._run([slot_id], torch.tensor([[token]]), Phase.DECODE)[0]
+        return self.decode_slots([slot_id], [token])[0]
+
+    def decode_slots(self, slot_ids: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Appends one token to each of several slots in one pass; logits after each, float32 [slots, vocab]."""
+        ids = self._ids(tokens)[:, None]
+        self.slots.check_filled(slot_ids)
+        self.slots.check_room(slot_ids, 1)
+        with self._emptied_on_failure(slot_ids):
+            return self._run(slot_ids, ids, Phase.DECODE)
 
     def snapshot(self, slot_id: int = 0) -> Snapshot:
         """Marks where a slot is, for `restore`."""
-        return Snapshot(self.store.length(slot_id), self.provider.snapshot(slot_id))
+        with self._turns.turn():
+            return Snapshot(self.store.length(slot_id), self.provider.snapshot(slot_id))
 
     def restore(self, snapshot: Snapshot, slot_id: int = 0) -> None:
         """Cuts a slot back to where it was at `snapshot`."""
-        self.store.truncate(slot_id, snapshot.length)
-        self.provider.restore(slot_id, snapshot.state)
+        with self._turns.turn():
+            self.store.truncate(slot_id, snapshot.length)
+            self.provider.restore(slot_id, snapshot.state)
 
     def truncate(self, length: int, slot_id: int = 0) -> None:
         """Cuts a slot to its first `length` tokens. Models with recurrent layers need `restore`."""
-        if self.provider.is_recurrent and length not in (0, self.store.length(slot_id)):
-            raise SlotError(
-                "this model has recurrent layers, whose state cannot be cut: take a snapshot and restore it"
-            )
-        self.store.truncate(slot_id, length)
-        if length == 0:
-            self.provider.reset(slot_id)
+        with self._turns.turn():
+            if self.provider.is_recurrent and length not in (0, self.store.length(slot_id)):
+                raise SlotError(
+                    f"{self.slots.named(slot_id)} cannot be cut to {length} tokens: this model has recurrent layers, "
+                    "whose state cannot be cut: take a snapshot and restore it"
+                )
+            self.store.truncate(slot_id, length)
+            if length == 0:
+                self.provider.reset(slot_id)
+
+    # Several requests
+
+    def batch_prefill(self, requests: Sequence[BatchedRequest]) -> list[StepResult]:
+        """Prefills each request in its slot, one after another, and chooses its first token.
+
+        A request that fails has finished with its error, and the others are still prefilled.
+
+        Returns:
+            A result for each request, in their order.
+
+        Raises:
+            SlotError: before anything has run: a slot that is not the request's or is there twice, a request that was
+                prefilled already, more tokens than its slot was planned for.
+        """
+        return batching.prefill(self, requests)
+
+    def batch_decode_step(self, requests: Sequence[BatchedRequest]) -> list[StepResult]:
+        """Runs the last token of every request that is not finished, in one pass, and chooses each one's next token.
+
+        All layers but attention run once for the whole batch; attention runs slot by slot. A request that has
+        finished does not run, and its last token is in its result again.
+
+        Returns:
+            A result for each request, in their order.
+
+        Raises:
+            SlotError: before anything has run: as batch_prefill, and for a request that was not prefilled.
+        """
+        return batching.decode_step(self, requests)
+
+    def allocate_batch_slots(self, n: int) -> tuple[int, ...]:
+        """Makes the engine hold `n` slots, all empty and free; returns their ids.
+
+        Raises:
+            SlotError: a slot belongs to a request or holds tokens.
+            CapacityError: the device has no room for them; the engine then has the slots that it had.
+        """
+        with self._turns.turn():
+            self.slots.reopen(n)
+            return tuple(range(n))
+
+    def allocate_slot(self, request_id: RequestId) -> int:
+        """Gives a free slot to a request; returns its id. Raises SlotError if it has one, or none is free."""
+        with self._turns.turn():
+            return self.slots.allocator.allocate(request_id)
+
+    def release_slot(self, slot_id: int) -> None:
+        """Empties a slot and takes it from its request. Raises SlotError if it belongs to none."""
+        with self._turns.turn():
+            self.slots.release(slot_id)
+
+    # Ends of requests
 
     def reset(self, slot_id: int = 0) -> None:
-        """Ends a slot's request: nothing of it remains on the device or in the slot."""
-        self.store.reset(slot_id)
-        self.provider.reset(slot_id)
+        """Ends a slot's request: nothing of it remains in the slot. A slot that is allocated stays so."""
+        with self._turns.turn():
+            self.slots.empty(slot_id)
 
     def close(self) -> None:
         """Ends the threads that make host memory; an engine that is dropped ends them by itself, a moment later."""
         self.store.close()
 
     def reset_all(self) -> None:
-        """Ends every slot's request."""
-        for slot_id in range(len(self.store.slots)):
-            self.reset(slot_id)
+        """Ends every request, takes every slot from its owner, and clears the run's figures."""
+        with self._turns.turn():
+            self.slots.clear()
 
-    def _run(self, slot_ids: list[int], ids: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def begin_request(self, slot_id: int, tokens: int) -> int:
+        """See SlotManager.begin."""
+        with self._turns.turn():
+            return self.slots.begin(slot_id, tokens)
+
+    def check_request(self, slot_id: int, ticket: int) -> None:
+        """Raises SlotError unless the request with this ticket is still in the slot."""
+        if not self.slots.holds(slot_id, ticket):
+            raise SlotError(f"this request is over: slot {slot_id} was reset, or another request was begun in it")
+
+    def end_request(self, slot_id: int, ticket: int) -> RequestStats | None:
+        """Ends the request with this ticket, unless it has ended; returns its figures. Never waits for another call."""
+        stats = self.observer.request(slot_id) if self.slots.holds(slot_id, ticket) else None
+        self._turns.later(partial(self.slots.end, slot_id, ticket))
+        return stats
+
+    def _ids(self, tokens: TokenIds) -> torch.Tensor:
+        """Token ids as int64 [n]. Raises UsageError if there are none or the model does not know one."""
+        ids = torch.as_tensor(tokens, dtype=torch.int64).cpu()
+        if not len(ids):
+            raise UsageError("there are no tokens to run: an empty prompt has no answer")
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= self.provider.vocab_size:
+            wrong = low if low < 0 else high
+            raise UsageError(f"token id {wrong} is not in the model's vocabulary of {self.provider.vocab_size:,}")
+        return ids
+
+    def _extend(self, ids: torch.Tensor, slot_id: int, on_chunk: Callable[[int], None] | None) -> torch.Tensor:
+        transfer = self.store.transfer
+        running: Event = None
+        self.slots.check_room([slot_id], len(ids))
+        with self._emptied_on_failure([slot_id]):
+            for start in range(0, len(ids), self.chunk_tokens):
+                logits = self._run([slot_id], ids[None, start : start + self.chunk_tokens], Phase.PREFILL)
+                # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
+                transfer.settle(running)
+                running = transfer.record(Queue.COMPUTE)
+                if on_chunk and start:
+                    on_chunk(start)
+            transfer.settle(running)
+            self.observer.seen(slot_id)
+            if on_chunk:
+                on_chunk(len(ids))
+        return logits[0]
+
+    def _run(self, slot_ids: Sequence[int], ids: torch.Tensor, phase: Phase) -> torch.Tensor:
         """One pass of ids [B, n] over the slots; returns the logits of each one's last token, float32 [B, vocab]."""
         count = ids.shape[1]
-        requests = [(slot_id, count) for slot_id in slot_ids]
-        doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
-        with shortage_reported(doing, self.provider.device), self.store.begin(requests, phase) as pass_:
-            upload = self.store.transfer.upload
-            positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
-            logits = self.provider.forward(pass_, upload(ids), upload(positions))
-            pass_.commit()
+        with self._turns.turn():
+            for slot_id in slot_ids:
+                self.slots.use(slot_id)
+            doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
+            requests = [(slot_id, count) for slot_id in slot_ids]
+            with shortage_reported(doing, self.provider.device), self.store.begin(requests, phase) as pass_:
+                upload = self.store.transfer.upload
+                positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
+                logits = self.provider.forward(pass_, upload(ids), upload(positions))
+                pass_.commit()
+            self.observer.passed(slot_ids, phase, count)
         return logits[:, -1]
 
-
-class Generation:
-    """The answer of one request as it is made: iterate for token ids, then read `finish_reason`."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompt: TokenIds,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        sampler: Sampler,
-        slot_id: int,
-        on_prefill: Callable[[int], None] | None,
-    ) -> None:
-        self._engine, self._prompt, self._slot_id = engine, prompt, slot_id
-        self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
-        self._sampler, self._on_prefill = sampler, on_prefill
-        self.finish_reason: str | None = None  # "stop" (a stop id came) or "length", once the iteration is over
-
-    def __iter__(self) -> Iterator[int]:
-        engine, slot_id = self._engine, self._slot_id
-        logits = engine.prefill(self._prompt, slot_id, new_tokens=self._max_new_tokens, on_chunk=self._on_prefill)
-        self._sampler.observe(self._prompt)
-        for produced in range(self._max_new_tokens):
-            token = self._sampler.sample(logits.cpu())
-            if token in self._stop_ids:
-                self.finish_reason = "stop"
-                return
-            yield token
-            if produced + 1 < self._max_new_tokens:
-                logits = engine.decode_step(token, slot_id)
-        self.finish_reason = "length"
+    @contextmanager
+    def _emptied_on_failure(self, slot_ids: Sequence[int]) -> Iterator[None]:
+        """Empties the slots if what runs in them fails or is interrupted."""
+        try:
+            yield
+        except BaseException:
+            for slot_id in slot_ids:
+                self.reset(slot_id)
+            raise

@@ -30,6 +30,7 @@ def options_of(plan: MemoryPlan, options: EngineOptions) -> EngineOptions:
         ring_entries=sizes.ring_entries,
         ring_blocks=sizes.run_blocks,
         prefill_depth=sizes.prefill_depth,
+        slot_tokens=plan.tokens,
     )
 
 
@@ -112,7 +113,8 @@ def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) 
     meter.settle()
     supply = HostSupply(open_transfer(provider.device, warns=False))
     with shortage_reported("measuring a chunk", provider.device):
-        engine = Engine.over(provider, replace(options, resident_blocks=0, ring_entries=2, ring_blocks=1), None, supply)
+        smallest = replace(options, resident_blocks=0, ring_entries=2, ring_blocks=1, slot_tokens=None)
+        engine = Engine.over(provider, smallest, None, supply)
         before, count = meter.allocated(), options.block_size + options.chunk_tokens()
         ids = torch.randint(provider.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
         engine.store.announce(0, count + 1)

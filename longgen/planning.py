@@ -136,6 +136,12 @@ def plan_lengths(
     return results
 
 
+def longest_request(shape: ModelShape, machine: Machine, options: PlanOptions, new_tokens: int) -> int:
+    """The most tokens, `new_tokens` of them generated, that every slot can hold at once; 0 if no prompt fits."""
+    prompt = Planner(shape, machine, options).longest_prompt(new_tokens)
+    return prompt + new_tokens if prompt else 0
+
+
 def summary(plan: MemoryPlan) -> list[str]:
     """The plan in three lines."""
     device, host, sizes = plan.device, plan.host, plan.sizes
@@ -204,6 +210,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     device, store, host, times = plan.device, plan.device.store, plan.host, plan.prediction
     rows = [
         ("tokens", show_length(plan.tokens)),
+        *([("slots of so many tokens", f"{plan.sizes.slots}")] if plan.sizes.slots > 1 else []),
         ("GPU: CUDA and its allocator", show_bytes(device.runtime + device.allocator)),
         ("  weights", show_bytes(device.weights)),
         ("  activations", show_bytes(device.activations)),
@@ -274,8 +281,7 @@ def reach(machine: Machine, limits: Limits, options: PlanOptions, new_tokens: in
     rows = []
     for known in known_models():
         fast = replace(machine, rates=rates_of(limits, reference_rates(known.shape.head_dim)))
-        prompt = Planner(known.shape, fast, options).longest_prompt(new_tokens)
-        rows.append(_reached(known, prompt + new_tokens if prompt else 0))
+        rows.append(_reached(known, longest_request(known.shape, fast, options, new_tokens)))
     return rows
 
 

@@ -13,6 +13,7 @@ from longgen.planning import (
     Limits,
     as_json,
     find_shape,
+    longest_request,
     parse_tflops,
     plan_lengths,
     reach,
@@ -37,6 +38,7 @@ def plan(
     model: str | None,
     lengths: Sequence[int],
     settings: Settings,
+    slots: int,
     limits: Limits,
     machine_readable: bool,
     out: TextIO,
@@ -44,9 +46,11 @@ def plan(
 ) -> int:
     """Prints plans of a model for lengths in tokens (none: its trained window), or how far every known model reaches.
 
+    slots: requests of that length that are alive at once.
+
     Returns the exit code: 1 if a length does not fit. Raises LongGenError for a model or a machine that cannot be read.
     """
-    options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks)
+    options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, slots)
     if model is None:
         machine = this_machine(limits, _USUAL_HEAD)
         rows = reach(machine, limits, options, settings.max_new_tokens)
@@ -57,14 +61,19 @@ def plan(
     lengths = lengths or [shape.trained_window]
     results = plan_lengths(shape, machine, options, lengths, settings.max_new_tokens)
     refusals = [result for result in results if isinstance(result, CapacityError)]
+    longest = longest_request(shape, machine, options, settings.max_new_tokens)
     if machine_readable:
         entries = [
             as_json(result) if isinstance(result, MemoryPlan) else {"tokens": length, "refused": str(result)}
             for length, result in zip(lengths, results, strict=True)
         ]
-        print(json.dumps(entries, indent=1), file=out)
+        print(
+            json.dumps([entry | {"slots": slots, "longest_of_each": longest} for entry in entries], indent=1), file=out
+        )
     else:
         print(table(shape, machine, results), file=out)
+        if slots > 1:
+            print(f"{slots} slots: each can hold up to {longest:,} tokens", file=out)
     for refusal in refusals:
         print(f"longgen: error: {refusal}", file=err)
     return CapacityError.exit_code if refusals else 0

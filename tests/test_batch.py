@@ -1,4 +1,4 @@
-"""The request loop: what reaches the output, and that every request ends with a reset. The engine is a stand-in."""
+"""The request loop: what reaches the output, and that a generation is over before the next. The engine is faked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeGeneration:
 
 @dataclass
 class FakeEngine:
-    """Yields the prompt back, then raises what it was told to; notes each call."""
+    """Yields the prompt back, then raises what it was told to; notes each call, and how each generation ends."""
 
     failures: dict[int, BaseException] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
@@ -42,13 +42,13 @@ class FakeEngine:
         return FakeGeneration(self._tokens(ids, max_new_tokens, on_prefill))
 
     def _tokens(self, prompt: Sequence[int], count: int, on_prefill: Callable[[int], None]) -> Iterator[int]:
-        on_prefill(len(prompt))
-        yield from prompt[:count]
-        if prompt[0] in self.failures:
-            raise self.failures[prompt[0]]
-
-    def reset(self, slot_id: int) -> None:
-        self.calls.append(("reset", slot_id))
+        try:
+            on_prefill(len(prompt))
+            yield from prompt[:count]
+            if prompt[0] in self.failures:
+                raise self.failures[prompt[0]]
+        finally:
+            self.calls.append(("ended",))
 
 
 class FakeStream:
@@ -113,30 +113,30 @@ def test_the_cap_counts_prompt_and_text_together() -> None:
     assert [call[2] for call in engine.calls if call[0] == "generate"] == [4, 3]
 
 
-def test_each_request_ends_with_a_reset_before_the_next_begins() -> None:
+def test_each_generation_is_over_before_the_next_begins() -> None:
     engine = FakeEngine()
     _run(engine, [_job("b"), _job("d")], _options())
-    assert [call[0] for call in engine.calls] == ["generate", "reset", "generate", "reset"]
+    assert [call[0] for call in engine.calls] == ["generate", "ended", "generate", "ended"]
 
 
-def test_a_request_that_fails_is_reported_reset_and_leaves_the_others_alone() -> None:
+def test_a_request_that_fails_is_reported_and_leaves_the_others_alone() -> None:
     engine = FakeEngine({ord("x"): CapacityError("no room for 7 blocks")})
     code, out, err = _run(engine, [_job("x", "bad.txt"), _job("d")], _options())
     assert code == 1
     assert out.endswith(b"d\n")
     assert "longgen: error: bad.txt: no room for 7 blocks\n" in err
-    assert [call[0] for call in engine.calls] == ["generate", "reset", "generate", "reset"]
+    assert [call[0] for call in engine.calls] == ["generate", "ended", "generate", "ended"]
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), RuntimeError("a fault")])
-def test_what_ends_the_run_still_resets(stop: BaseException) -> None:
+def test_what_ends_the_run_still_ends_the_generation(stop: BaseException) -> None:
     engine = FakeEngine({ord("x"): stop})
     with pytest.raises(type(stop)):
         _run(engine, [_job("x"), _job("d")], _options())
-    assert [call[0] for call in engine.calls] == ["generate", "reset"]
+    assert [call[0] for call in engine.calls] == ["generate", "ended"]
 
 
-def test_a_closed_output_ends_the_run_and_resets() -> None:
+def test_a_closed_output_ends_the_run_and_the_generation() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     engine = FakeEngine()
@@ -146,7 +146,7 @@ def test_a_closed_output_ends_the_run_and_resets() -> None:
             _run(engine, [_job("b"), _job("d")], _options(), out)
     finally:
         out.close()
-    assert [call[0] for call in engine.calls] == ["generate", "reset"]
+    assert [call[0] for call in engine.calls] == ["generate", "ended"]
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_counts() -> None:
@@ -176,7 +176,7 @@ def test_the_text_of_a_request_that_fails_midway_is_ended_by_a_newline() -> None
     assert (code, out) == (1, b"xb\nd\n")
 
 
-def test_an_output_that_takes_no_more_ends_the_run_and_resets() -> None:
+def test_an_output_that_takes_no_more_ends_the_run_and_the_generation() -> None:
     class Full(io.BytesIO):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -184,4 +184,4 @@ def test_an_output_that_takes_no_more_ends_the_run_and_resets() -> None:
     engine = FakeEngine()
     with pytest.raises(OutputError, match="standard output cannot be written: No space left on device"):
         _run(engine, [_job("b"), _job("d")], _options(), Full())
-    assert [call[0] for call in engine.calls] == ["generate", "reset"]
+    assert [call[0] for call in engine.calls] == ["generate", "ended"]

@@ -436,3 +436,35 @@ def test_a_reader_that_was_never_there_is_quiet() -> None:
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_figures_are_printed_as_json_where_asked(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = _command(checkpoint, prompt, "--max-new-tokens", "4")
+    assert main(empty) == 0
+    captured = capsys.readouterr()
+    assert "longgen: stats" not in captured.err
+    assert main([*empty, "--prompt", str(prompt), "--stats"]) == 0
+    again = capsys.readouterr()
+    assert again.out == 2 * captured.out
+    lines = [line.removeprefix("longgen: stats ") for line in again.err.splitlines() if "longgen: stats" in line]
+    first, second, total = (json.loads(line) for line in lines)
+    assert first["request"] == second["request"] == prompt.name
+    assert first["decode_steps"] == 3 and first["time_to_first_token"] > 0
+    assert total["run"]["requests"] == 2 and total["run"]["prompt_tokens"] == 2 * first["prompt_tokens"]
+    assert total["run"]["prefill"]["d2h_bytes"] == 2 * first["prefill"]["d2h_bytes"] > 0
+
+
+def test_a_scrubbed_run_gives_the_same_text(
+    checkpoint: Path, prompt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scrubbed = []
+    monkeypatch.setattr("longgen.kv.host_cache.HostCache.scrub", lambda _, slot_id: scrubbed.append(slot_id))
+    command = _command(checkpoint, prompt, "--prompt", str(prompt), "--max-new-tokens", "4")
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    assert scrubbed == []
+    assert main([*command, "--scrub"]) == 0
+    assert capsys.readouterr().out == plain
+    assert len(scrubbed) >= 2

@@ -25,15 +25,17 @@ def gpucheck(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--small", "--device", "cpu", "--json", str(file)]
-    done = subprocess.run([*command, "--only", "memory,speed,stress,plan"], capture_output=True, text=True, check=False)
+    sections = ["memory", "speed", "slots", "stress", "plan"]
+    done = subprocess.run([*command, "--only", ",".join(sections)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == json.loads(file.read_text())
-    assert list(result["sections"]) == ["memory", "speed", "stress", "plan"]
+    assert list(result["sections"]) == sections
     assert all(section["ok"] for section in result["sections"].values())
     assert result["sections"]["stress"]["passed"] == 10
     for prompt in result["sections"]["memory"]["prompts"]:
         assert prompt["host_bytes"] == prompt["kv_bytes"]
+    assert [row["slots"] for row in result["sections"]["slots"]["rows"]] == [1, 2, 4, 8]
     planned = result["sections"]["plan"]
     assert [(row["model"], row["tokens"]) for row in planned["rows"]] == [
         (model, tokens) for model in ("qwen3-0.6b", "qwen2.5-7b") for tokens in (256, 512, 1024)

@@ -121,6 +121,12 @@ class HostCache:
             self._return(extent.shape.pieces, extent.memories)
         self._extents[slot_id].clear()
 
+    def scrub(self, slot_id: int) -> None:
+        """Overwrites a slot's extents with zeros. No queue may still use them."""
+        for extent in self._extents[slot_id]:
+            for memory in extent.memories:
+                memory.zero_()
+
     def poison_pool(self, value: float) -> None:
         """Fills the memory of returned extents with `value`, so that a stale read shows."""
         for memory in self.pool():

@@ -180,7 +180,9 @@ class Pass:
     ) -> torch.Tensor:
         windows = self._parts.windows
         windows.put(member.slot_id, layer, member.length, k, v)
+        staged = k.nbytes
         k, v = windows.view(member.slot_id, layer, member.length, member.length + member.tokens)
+        self._parts.counters[member.slot_id].kept(2 * (staged + k.nbytes), 4)
         return self._parts.kernels(AttentionCall(q, k, v, scale, causal=True, window=self._windows[layer]))[0]
 
     def _attend_full(

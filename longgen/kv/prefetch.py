@@ -35,7 +35,9 @@ class Prefetcher:
         load, entry = self._issued.popleft()
         if load != Load(layer, member, run):
             raise LongGenError(f"the ring holds {load}, but layer {layer} reads {run} of slot {member.slot_id}")
-        self._parts.transfer.wait(Queue.COMPUTE, entry.filled)
+        transfer = self._parts.transfer
+        self._parts.counters[member.slot_id].taken(hit=transfer.reached(entry.filled))
+        transfer.wait(Queue.COMPUTE, entry.filled)
         return entry
 
     def give_back(self, entry: KVBuffer) -> None:

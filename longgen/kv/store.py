@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from longgen.attention.kernels import Kernels
 from longgen.errors import CapacityError, SlotError
+from longgen.kv.counters import Counters, TierBlocks
 from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
 from longgen.kv.host_cache import HostCache
 from longgen.kv.layout import KVLayout
@@ -35,12 +36,14 @@ class KVStore:
         kernels: Kernels,
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
+        scrub: bool = False,
     ) -> None:
         """Allocates every device buffer.
 
         Args:
             policy: None is full attention.
             supply: of host memory through `transfer`, which may be at work already; None: one of the store's own.
+            scrub: see `reset`.
         """
         sizes.check(layout.shape)
         self.layout, self.sizes, self.transfer = layout, sizes, transfer
@@ -48,6 +51,7 @@ class KVStore:
         self._full = FullAttentionPolicy()
         self._open: Pass | None = None
         self._supply = supply or HostSupply(transfer)
+        self._scrub = scrub
         device, resident = transfer.device, sizes.resident_by_layer(layout.shape)
         self._parts = StoreParts(
             layout=layout,
@@ -67,6 +71,7 @@ class KVStore:
                 keep=sizes.window_keep,
                 device=device,
             ),
+            counters=tuple(Counters() for _ in range(sizes.slots)),
         )
 
     @property
@@ -77,6 +82,21 @@ class KVStore:
     def length(self, slot_id: int) -> int:
         """Tokens in a slot."""
         return self.slots[slot_id].length
+
+    def counters(self, slot_id: int) -> Counters:
+        """What was moved for a slot since its reset; a copy."""
+        return self._parts.counters[self.slots[slot_id].id].copy()
+
+    def blocks(self, slot_id: int) -> TierBlocks:
+        """Where a slot's blocks lie now."""
+        complete, tail = divmod(self.slots[slot_id].length, self.layout.block_size)
+        opened = int(tail > 0)
+        resident = self._parts.resident.blocks.values()
+        return TierBlocks(
+            resident=sum(min(complete + opened, most) for most in resident),
+            host=sum(max(complete - most, 0) for most in resident),
+            open=sum(opened for most in resident if complete >= most),
+        )
 
     def announce(self, slot_id: int, tokens: int) -> None:
         """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly and made
@@ -136,9 +156,11 @@ class KVStore:
             slot.written = 0
 
     def reset(self, slot_id: int) -> None:
-        """Empties a slot: no token, no host block, no event and no device data of it remains.
+        """Empties a slot: it has no token, host block or event any more, and its device buffers are zeroed.
 
-        A pass that is open over it is aborted.
+        Its host blocks go back to the pool as they are, and the buffers that all slots share (ring, prefill, window
+        scratch) keep what was last in them, which nothing reads. With `scrub` these are overwritten too. A pass that
+        is open over the slot is aborted.
         """
         slot = self.slots[slot_id]
         if self._open is not None and slot_id in self._open.slots:
@@ -146,14 +168,17 @@ class KVStore:
         self._parts.transfer.drain()
         slot.length = slot.written = 0
         slot.broken = False
+        if self._scrub:
+            self._parts.host.scrub(slot_id)
         self._parts.host.release(slot_id)
         self._parts.policy.reset(slot_id)
+        self._parts.counters[slot_id].clear()
         for layer in self.layout.full_layers:
             self._parts.offloaded.pop((slot_id, layer), None)
         for buffer in self._slot_buffers(slot_id):
-            buffer.filled = buffer.free = None
-            buffer.k.zero_()
-            buffer.v.zero_()
+            _empty(buffer)
+        if self._open is None:  # a pass over other slots may be loading into the shared ones
+            self._release_shared()
 
     def close(self) -> None:
         """Ends the threads that make host memory. A store that is dropped ends them by itself, a moment later."""
@@ -166,8 +191,7 @@ class KVStore:
         """
         self._parts.transfer.drain()
         free = [slot_id for slot_id in range(len(self.slots)) if self.slots[slot_id].length == 0]
-        shared = [*self._parts.ring.entries, *self._parts.prefill.all(), self._parts.windows.scratch()]
-        for buffer in (*shared, *(b for slot_id in free for b in self._slot_buffers(slot_id))):
+        for buffer in (*self._shared_buffers(), *(b for slot_id in free for b in self._slot_buffers(slot_id))):
             buffer.k.fill_(value)
             buffer.v.fill_(value)
         self._parts.host.poison_pool(value)
@@ -199,6 +223,25 @@ class KVStore:
             else:
                 slot.length = member.length + counts[i]
 
+    def _release_shared(self) -> None:
+        """Drops the events of the buffers that all slots share: every queue was drained."""
+        for buffer in self._shared_buffers():
+            buffer.filled = buffer.free = None
+            if self._scrub:
+                _empty(buffer)
+        if self._scrub:
+            self._parts.transfer.drain()  # a load does not wait for what COMPUTE does to an entry that is free
+
+    def _shared_buffers(self) -> list[KVBuffer]:
+        return [*self._parts.ring.entries, *self._parts.prefill.all(), self._parts.windows.scratch()]
+
     def _slot_buffers(self, slot_id: int) -> list[KVBuffer]:
         parts = (self._parts.decode, self._parts.resident, self._parts.windows)
         return [buffer for part in parts for buffer in part.of_slot(slot_id).values()]
+
+
+def _empty(buffer: KVBuffer) -> None:
+    """Zeroes a buffer that no queue uses."""
+    buffer.filled = buffer.free = None
+    buffer.k.zero_()
+    buffer.v.zero_()

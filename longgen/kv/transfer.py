@@ -43,6 +43,14 @@ class Transfer(ABC):
         """Work put on `queue` from now on starts only after `event`. None is always reached."""
 
     @abstractmethod
+    def reached(self, event: Event) -> bool:
+        """Whether an event is reached (None always is). Asks the device and does not wait for it."""
+
+    def copies(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        """How many copies `load` and `offload` make of one call."""
+        return 1
+
+    @abstractmethod
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies host `source` [kv_heads, tokens, head_dim] to device `target` on the LOAD queue."""
 
@@ -78,6 +86,9 @@ class CpuTransfer(Transfer):
 
     def wait(self, queue: Queue, event: Event) -> None:
         pass
+
+    def reached(self, event: Event) -> bool:
+        return True
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -119,6 +130,14 @@ class CudaTransfer(Transfer):
         if event is not None:
             self._stream(queue).wait_event(event)
 
+    def reached(self, event: Event) -> bool:
+        return event is None or bool(event.query())
+
+    def copies(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        """One where both sides are contiguous, else one a KV head: a strided copy of the whole runs at a tenth of the
+        wire's rate."""
+        return 1 if target.is_contiguous() and source.is_contiguous() else len(target)
+
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy(Queue.LOAD, target, source)
 
@@ -142,10 +161,8 @@ class CudaTransfer(Transfer):
         return torch.cuda.current_stream(self.device) if queue is Queue.COMPUTE else self._streams[queue]
 
     def _copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One copy where both sides are contiguous, else one a KV head: a strided copy of the whole runs at a tenth of
-        the wire's rate."""
         with torch.cuda.stream(self._streams[queue]):
-            if target.is_contiguous() and source.is_contiguous():
+            if self.copies(target, source) == 1:
                 target.copy_(source, non_blocking=True)
             else:
                 for head_target, head_source in zip(target, source, strict=True):

@@ -35,8 +35,7 @@ class TokenWriter(ABC):
         count = min(max(self._parts.resident.tokens(layer) - start, 0), member.tokens)
         if count:
             buffer = self._parts.resident.get(member.slot_id, layer)
-            buffer.k[:, start : start + count] = k[:, :count]
-            buffer.v[:, start : start + count] = v[:, :count]
+            self._parts.keep(member.slot_id, buffer, start, k[:, :count], v[:, :count])
         return count
 
     def _open_start(self, member: Member) -> int:
@@ -51,10 +50,8 @@ class DecodeWriter(TokenWriter):
         done = self._write_resident(layer, member, k, v)
         if done < member.tokens:
             buffer = self._writable(member.slot_id, layer)
-            start = self._open_start(member)
-            span = slice(member.length + done - start, member.length + member.tokens - start)
-            buffer.k[:, span] = k[:, done:]
-            buffer.v[:, span] = v[:, done:]
+            at = member.length + done - self._open_start(member)
+            self._parts.keep(member.slot_id, buffer, at, k[:, done:], v[:, done:])
         return k, v
 
     def settle(self, member: Member, length: int) -> None:
@@ -69,8 +66,8 @@ class DecodeWriter(TokenWriter):
             for layer in self._parts.layout.full_layers:
                 if block + 1 >= self._parts.resident.blocks[layer]:
                     buffer = self._writable(member.slot_id, layer)
-                    buffer.k[:, :spill] = buffer.k[:, size : size + spill].clone()
-                    buffer.v[:, :spill] = buffer.v[:, size : size + spill].clone()
+                    k, v = (tensor[:, size : size + spill].clone() for tensor in (buffer.k, buffer.v))
+                    self._parts.keep(member.slot_id, buffer, 0, k, v)
 
     def _writable(self, slot_id: int, layer: int) -> KVBuffer:
         """The decode buffer, once a flush that still reads it is done."""
@@ -110,8 +107,7 @@ class ChunkWriter(TokenWriter):
         parts, n = self._parts, member.tokens
         staged = parts.prefill.take()
         parts.transfer.wait(Queue.COMPUTE, staged.free)
-        staged.k[:, :n] = k
-        staged.v[:, :n] = v
+        parts.keep(member.slot_id, staged, 0, k, v)
         resident = self._write_resident(layer, member, staged.k, staged.v)
         self._watch(layer, member, staged)
         if resident < n:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ class Provider:
             stretch_config(model.config, yarn_factor)
         return cls(model, model.config, slots=slots)
 
+    def with_slots(self, slots: int) -> Provider:
+        """The same weights with recurrent states of its own, for `slots` requests."""
+        return Provider(self.model, self.config, slots=slots)
+
     @property
     def kv_heads(self) -> int:
         return self.config.num_key_value_heads
@@ -114,7 +119,7 @@ class Provider:
             raise UsageError(f"ids are {batch} x {count}, but the pass serves slots {pass_.slots} with {pass_.tokens}")
         if not 1 <= keep <= count:
             raise UsageError(f"keep={keep} rows of logits asked for from a pass of {count} tokens")
-        self._choose_experts(count)
+        self._choose_experts(batch * count)
         states = self._states.begin(pass_) if self._states is not None else None
         cache = PassCache(self.config.num_hidden_layers, self._recurrent_layers, states)
         output = self.model(
@@ -141,13 +146,16 @@ class Provider:
         if self._states is not None:
             self._states.reset(slot_id)
 
-    def poison(self) -> None:
-        """Fills every recurrent state with NaN; `reset` makes a slot usable again. For tests of the reset."""
+    def poison(self, slot_ids: Sequence[int] | None = None) -> None:
+        """Fills the recurrent states of some slots (None: all) with NaN; `reset` makes a slot usable again.
+
+        For tests of the reset."""
         if self._states is not None:
-            self._states.poison()
+            self._states.poison(range(self._states.slots) if slot_ids is None else slot_ids)
 
     def _choose_experts(self, count: int) -> None:
-        """Grouped expert kernels for many tokens, batched ones for a decode step, as transformers' `generate` does."""
+        """Batched expert kernels for a single token, as transformers' `generate` takes for decoding; grouped ones for
+        more, because the batched ones read an expert's weights again for each token that goes through it."""
         if self._batches_experts:
             wanted = "batched_mm" if count == 1 else "grouped_mm"
             if self.config._experts_implementation != wanted:

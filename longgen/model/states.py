@@ -93,10 +93,11 @@ class RecurrentStates:
         self.conv[:, slot_id].zero_()
         self.recurrent[:, slot_id].zero_()
 
-    def poison(self) -> None:
-        """Fills every state with NaN, so that a read without a reset shows in the result."""
-        self.conv.fill_(float("nan"))
-        self.recurrent.fill_(float("nan"))
+    def poison(self, slot_ids: Sequence[int]) -> None:
+        """Fills the states of some slots with NaN, so that a read without a reset shows in the result."""
+        for slot_id in slot_ids:
+            self.conv[:, slot_id].fill_(float("nan"))
+            self.recurrent[:, slot_id].fill_(float("nan"))
 
     def _check(self, slot_id: int) -> None:
         if not 0 <= slot_id < self.slots:

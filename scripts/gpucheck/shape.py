@@ -56,7 +56,7 @@ def make_provider(settings: Settings, config: Any = None) -> Provider:
     return Provider(model, model.config)
 
 
-def open_engine(provider: Provider, settings: Settings, *, resident_blocks: int = 0) -> Engine:
+def open_engine(provider: Provider, settings: Settings, *, resident_blocks: int = 0, slots: int = 1) -> Engine:
     """Chunks of 8192, blocks of 1024, four ring entries of 16 blocks (--small: chunks of 64, blocks of 16)."""
     return Engine.over(
         provider,
@@ -66,6 +66,7 @@ def open_engine(provider: Provider, settings: Settings, *, resident_blocks: int 
             resident_blocks=resident_blocks,
             ring_entries=4,
             ring_blocks=2 if settings.small else 16,
+            slots=slots,
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,28 +16,17 @@ from longgen.sparse.base import Phase, SparsePolicy
 BLOCK = 16
 
 
-def open_engine(
-    folder: Path,
-    *,
-    chunk: int = 64,
-    resident: int = 0,
-    slots: int = 1,
-    policy: SparsePolicy | None = None,
-    device: str = "cpu",
-    dtype: str = "float32",
-) -> Engine:
-    """Blocks of 16, a ring of two entries of two blocks."""
-    options = EngineOptions(
-        device=device,
-        dtype=dtype,
-        block_size=BLOCK,
-        chunk_size=chunk,
-        resident_blocks=resident,
-        ring_entries=2,
-        ring_blocks=2,
-        slots=slots,
+def small_options(*, chunk: int = 64, resident: int = 0, **others: Any) -> EngineOptions:
+    """Blocks of 16, a ring of two entries of two blocks, fp32 on the CPU."""
+    chosen: dict[str, Any] = {"device": "cpu", "dtype": "float32", **others}
+    return EngineOptions(
+        block_size=BLOCK, chunk_size=chunk, resident_blocks=resident, ring_entries=2, ring_blocks=2, **chosen
     )
-    return Engine.load(folder, options, policy)
+
+
+def open_engine(folder: Path, *, policy: SparsePolicy | None = None, **options: Any) -> Engine:
+    """With `small_options`."""
+    return Engine.load(folder, small_options(**options), policy)
 
 
 def forward(engine: Engine, pass_: Pass, ids: torch.Tensor) -> torch.Tensor:

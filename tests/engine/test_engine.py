@@ -37,37 +37,50 @@ def test_the_rest_of_a_prompt_is_prefill_however_short(build: Build) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
-def test_an_error_inside_the_model_leaves_the_slot_as_it_was(
+def test_an_error_inside_the_model_empties_its_slot_and_no_other(
     build: Build, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = random_ids(90)[0]
     expected = open_engine(build(kind)).prefill(ids)
-    engine = open_engine(build(kind))
-    engine.prefill(ids[:64])
+    engine = open_engine(build(kind), slots=3)
+    for slot in range(3):
+        engine.prefill(ids[:64], slot)
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(engine.provider.model.model.norm, "forward", fail)
-        engine.extend(ids[:20] + 1)
-    assert engine.store.length(0) == 64
-    torch.testing.assert_close(engine.extend(ids[64:]), expected, atol=1e-4, rtol=0)
+        with pytest.raises(KeyboardInterrupt):
+            engine.extend(ids[:20] + 1, 1)
+        assert [engine.store.length(slot) for slot in range(3)] == [64, 0, 64]
+    torch.testing.assert_close(engine.extend(ids[64:], 0), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(engine.extend(ids[64:], 2), expected, atol=1e-4, rtol=0)
+    assert engine.store._parts.host._extents[1] == []
+
+
+def test_an_error_in_a_batch_empties_the_slots_of_the_batch_and_no_other(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(build("qwen3"), slots=3)
+    for slot in range(3):
+        engine.prefill(random_ids(64)[0], slot)
+    with monkeypatch.context() as patch, pytest.raises(CapacityError, match="running 1 tokens after 64"):
+        patch.setattr(engine.provider.model.model.norm, "forward", run_out)
+        engine.decode_slots([2, 0], [5, 6])
+    assert [engine.store.length(slot) for slot in range(3)] == [0, 64, 0]
 
 
 def run_out(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
-def test_device_memory_that_runs_out_in_a_pass_is_one_error_and_leaves_the_slot(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_memory_that_runs_out_in_a_pass_is_one_error(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(build("qwen3"))
     engine.prefill(random_ids(64)[0])
     with monkeypatch.context() as patch, pytest.raises(CapacityError, match="running 10 tokens after 64"):
         patch.setattr(engine.provider.model.model.norm, "forward", run_out)
         engine.extend(random_ids(10)[0])
-    assert engine.store.length(0) == 64
 
 
 def test_device_memory_that_runs_out_while_loading_is_one_error(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +144,6 @@ def test_misuse_names_the_slot(build: Build) -> None:
         engine.decode_step(1)
     with pytest.raises(UsageError, match="empty prompt"):
         engine.prefill([])
+    for token in (-1, 320):
+        with pytest.raises(UsageError, match=f"token id {token} is not in the model's vocabulary of 320"):
+            engine.prefill([4, token, 5])

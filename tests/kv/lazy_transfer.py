@@ -28,6 +28,9 @@ class LazyTransfer(Transfer):
         else:
             self._work[queue].append(lambda: self._run(*event))
 
+    def reached(self, event: Event) -> bool:
+        return event is None or self._done[event[0]] >= event[1]
+
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._work[Queue.LOAD].append(lambda: target.copy_(source))
 

@@ -10,6 +10,7 @@ import torch
 
 from longgen.attention.backends import default_kernels
 from longgen.errors import CapacityError, LongGenError, SlotError, UsageError
+from longgen.kv.counters import Counters
 from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
@@ -309,3 +310,15 @@ def test_plain_copies_give_the_same_as_late_ones() -> None:
 def test_sizes_that_cannot_work_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_store(**sizes)
+
+
+def test_runs_that_are_not_loaded_yet_are_waits() -> None:
+    """Copies that are done as late as they may be are never done when they are asked for; plain ones always are."""
+    for transfer, waits in ((LazyTransfer(), True), (CpuTransfer(), False)):
+        store, mirror = make_store(transfer=transfer), make_mirror(0)
+        run_pass(store, mirror, [(0, 12)], [12])
+        run_pass(store, mirror, [(0, 1)], [1])
+        counters = store.counters(0)
+        assert (counters.ring_waits > 0) is waits and (counters.ring_hits > 0) is not waits
+        store.reset(0)
+        assert store.counters(0) == Counters()

@@ -90,6 +90,26 @@ def test_without_a_model_every_known_one_is_listed(capsys: pytest.CaptureFixture
     assert planner.plan(longest - 256, 256).tokens == longest
 
 
+def test_slots_share_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """What each of four can hold is what one plan of four says fits, and no more."""
+    flags = ["plan", "--model", "qwen3-8b", "--max-len", "64K", "--slots"]
+    assert main([*flags, "4", *BIG]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert "slots of so many tokens 4" in [" ".join(line.split()) for line in table]
+    assert main([*flags, "4", "--json", *BIG]) == 0
+    (four,) = json.loads(capsys.readouterr().out)
+    assert main([*flags, "1", "--json", *BIG]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert (one["slots"], four["slots"], four["sizes"]["slots"]) == (1, 4, 4)
+    assert four["longest_of_each"] < one["longest_of_each"]
+    assert table[-1] == f"4 slots: each can hold up to {four['longest_of_each']:,} tokens"
+    for more, code in ((0, 0), (1, 1)):
+        longest = str(four["longest_of_each"] + more)
+        assert main(["plan", "--model", "qwen3-8b", "--max-len", longest, "--slots", "4", *BIG]) == code
+    capsys.readouterr()
+    assert main([*flags, "0", *BIG]) == 2
+
+
 def test_a_folder_is_planned_from_its_config_alone(
     build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
