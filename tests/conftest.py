@@ -10,6 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.checkpoints import Build, builder
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Builds tiny checkpoints, each once; whoever changes one copies it first."""
+    return builder(tmp_path_factory.mktemp("checkpoints"))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need a CUDA device where there is none."""

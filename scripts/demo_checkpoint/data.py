@@ -16,7 +16,7 @@ from longgen.evaluation.needle import MAGIC_NUMBER, PASS_KEY
 EOS_ID = 256
 TEXT, FILLER, ANSWER = 0, 1, 2  # kinds of bytes; the loss is on answers, the bias on filler
 MAX_JUMP_LOG2 = 24.0
-MAX_REPEATS_LOG2 = 14.0
+MAX_REPEATS_LOG2 = 20.0
 # Stands for the end of an answer while a sample is still bytes.
 _EOS = "\0"
 

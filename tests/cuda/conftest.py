@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.checkpoints import Build, builder
-
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
-
-
-@pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return builder(tmp_path_factory.mktemp("checkpoints"))

@@ -6,14 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import Build, builder, reference_logits
+from tests.checkpoints import reference_logits
 
 Reference = Callable[[Path, torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return builder(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")
