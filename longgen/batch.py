@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -65,13 +65,31 @@ def run(model: str, requests: Sequence[Request], settings: Settings, out: Binary
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.
     """
+    with open_run(model, requests, settings, err) as opened:
+        return run_jobs(opened.engine, opened.tokenizer, opened.jobs, opened.options, out, err)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """An engine that is planned and loaded for its jobs."""
+
+    engine: Engine
+    tokenizer: TextTokenizer
+    jobs: Sequence[Job]
+    options: RunOptions
+
+
+@contextmanager
+def open_run(model: str, requests: Sequence[Request], settings: Settings, err: TextIO) -> Iterator[OpenRun]:
+    """Makes the requests ready, plans for the longest and loads the checkpoint; see `run`."""
     from longgen.model.quiet import quiet_transformers
 
-    with quiet_transformers():
-        return _run(model, requests, settings, out, err)
+    with quiet_transformers(), _loaded(model, requests, settings, err) as opened:
+        yield opened
 
 
-def _run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
+@contextmanager
+def _loaded(model: str, requests: Sequence[Request], settings: Settings, err: TextIO) -> Iterator[OpenRun]:
     from longgen.engine import Engine
     from longgen.model.checkpoint import read_config, resolve_checkpoint
     from longgen.model.recurrence import slow_recurrence_note
@@ -114,7 +132,7 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
         engine = Engine.load(folder, chosen, supply=supply, resize=resize)
         if note := slow_recurrence_note(config, engine.provider.device):
             print(f"longgen: note: {note}", file=err)
-        return run_jobs(engine, tokenizer, jobs, options, out, err)
+        yield OpenRun(engine, tokenizer, jobs, options)
 
 
 def encode_jobs(
@@ -254,9 +272,11 @@ def run_jobs(
     options: RunOptions,
     out: BinaryIO,
     err: TextIO,
+    on_end: Callable[[str | None], None] = lambda reason: None,
 ) -> int:
     """Run the jobs in order. A LongGenError of one is reported to `err` and ends that job only.
 
+    on_end: called when a job is over with why: "stop", "length" or "error".
     Returns the exit code: 0, or that of the first job that failed. Any other exception, such as KeyboardInterrupt, or
     BrokenPipeError when nobody reads `out` any more, ends the run; so does an OutputError. Every job's slot is empty
     when the job is over, however it ended: its generation sees to that.
@@ -264,12 +284,13 @@ def run_jobs(
     code = 0
     for job in jobs:
         try:
-            _run_job(engine, tokenizer, job, options, out, err)
+            reason = _run_job(engine, tokenizer, job, options, out, err)
         except OutputError:
             raise
         except LongGenError as error:
             print(f"longgen: error: {job.request.source}: {error}", file=err)
-            code = code or error.exit_code
+            code, reason = code or error.exit_code, "error"
+        on_end(reason)
     if options.stats:
         print(f"longgen: stats {json.dumps({'run': asdict(engine.observer.run())})}", file=err)
     return code
@@ -277,8 +298,11 @@ def run_jobs(
 
 def _run_job(
     engine: Engine, tokenizer: TextTokenizer, job: Job, options: RunOptions, out: BinaryIO, err: TextIO
-) -> None:
-    """Stream one job's text to `out`, exactly as generated and with one newline after it, and its figures to `err`."""
+) -> str | None:
+    """Stream one job's text to `out`, exactly as generated and with one newline after it, and its figures to `err`.
+
+    Returns why the text ended.
+    """
     count = len(job.prompt)
     sampler = Sampler(options.sampling, record_seed(options.seed, job.request.id))
     started = time.monotonic()
@@ -310,6 +334,7 @@ def _run_job(
     if options.stats and generation.stats is not None:
         figures = {"request": job.request.id, **asdict(generation.stats)}
         print(f"longgen: stats {json.dumps(figures)}", file=err)
+    return reason
 
 
 def _stream(tokens: Iterable[int], decoder: DecodeStream, stops: StopStrings, out: BinaryIO) -> int:
