@@ -76,6 +76,9 @@ def test_prompts_follow_from_the_seed(folder: Path) -> None:
     first, other = _prompts(folder, Kind.multi), _prompts(folder, Kind.multi, seed=1)
     assert all(a.outputs != b.outputs and a.input != b.input for a, b in zip(first, other, strict=True))
     assert len({prompt.outputs for prompt in first}) == len(first)
+    plain, different = _prompts(folder, Kind.passkey)[-1], _prompts(folder, Kind.passkey, seed=1)[-1]
+    filler = [prompt.input.splitlines()[1][:100] for prompt in (plain, different)]  # its needle stands at the end
+    assert filler[0] != filler[1]
 
 
 def test_a_length_without_room_is_refused(folder: Path) -> None:
