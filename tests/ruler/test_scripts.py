@@ -117,7 +117,7 @@ def test_scores_are_ruler_s(tmp_path: Path) -> None:
 
 
 def test_answers_that_failed_count_as_wrong_and_the_exit_code_says_so(tmp_path: Path) -> None:
-    right = {"outputs": ["1234567"], "pred": "1234567"}
+    right: dict[str, Any] = {"outputs": ["1234567"], "pred": "1234567"}
     failed = [{**right, "finish_reason": "error"}, {**right, "pred": None}]
     _write(tmp_path / "4096" / "niah_single_1.jsonl", [right, right, *failed])
     done = _script(sys.executable, SCRIPTS / "score_ruler.py", tmp_path)
