@@ -113,7 +113,7 @@ def plan_again(
 
 
 def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
-    """Seconds of a decode step in the open block, where no run is read: that of the first of ids [n] after the others."""
+    """Seconds of a decode step that reads no run: of the first of ids [n], after the others, all in the open block."""
     engine.prefill(ids[1:], new_tokens=1 + STEPS)
     engine.decode_step(int(ids[0]))
     transfer, seconds = engine.store.transfer, []
