@@ -98,8 +98,7 @@ def run_machine(limits: Limits, shape: ModelShape, device: Any) -> Machine:
         if isinstance(limits.gpu_memory, int | float):
             raise UsageError("gpu_memory limits a GPU, and this run is on the CPU; leave it out, or give cpu_memory")
         return Machine(host_budget(limits.cpu_memory), None, None, shared=True)
-    index = device.index or 0
-    budget = device_budget(limits.gpu_memory, index)
+    budget = device_budget(limits.gpu_memory, device.index)
     return Machine(host_budget(limits.cpu_memory), budget, rates_of(limits, _rates_here(device, shape)))
 
 
@@ -118,7 +117,7 @@ def _rates_here(device: Any, shape: ModelShape) -> Rates:
 def hold_to(plan: MemoryPlan, gpu_memory: int | float | None, device: Any) -> None:
     """Makes torch keep to a cap that the user set: what goes over it fails instead of taking more of the card."""
     if gpu_memory is not None and plan.machine.device is not None:
-        cap_allocator(plan.machine.device, max(RUNTIME_BYTES, plan.device.runtime), device.index or 0)
+        cap_allocator(plan.machine.device, max(RUNTIME_BYTES, plan.device.runtime), device.index)
 
 
 def plan_lengths(

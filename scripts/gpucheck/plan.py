@@ -89,7 +89,7 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
     """Bytes of the card that other processes hold, and what a fresh process takes step by step."""
     if settings.device.type != "cuda":
         return 0, []
-    index = settings.device.index or 0
+    index = settings.device.index
     fresh = not torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]
     try:
         others, steps = context.probe(settings.device)
