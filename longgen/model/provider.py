@@ -146,6 +146,11 @@ class Provider:
         if self._states is not None:
             self._states.reset(slot_id)
 
+    def fill_random(self, slot_id: int, generator: torch.Generator) -> None:
+        """Gives the slot random recurrent states; see KVStore.fill_random."""
+        if self._states is not None:
+            self._states.fill_random(slot_id, generator)
+
     def poison(self, slot_ids: Sequence[int] | None = None) -> None:
         """Fills the recurrent states of some slots (None: all) with NaN; `reset` makes a slot usable again.
 
