@@ -126,6 +126,7 @@ def _shape(entry: Mapping[str, Any], name: str) -> ModelShape:
         qkv_bias=family.startswith("qwen2") or bias,
         output_bias=bias and not family.startswith("qwen2"),
         dtype=str(entry.get("dtype", "bfloat16")),
+        family=family,
         **numbers,
     )
 

@@ -103,6 +103,11 @@ class Kernels:
             reasons.append(f"{backend.name}: {reason}")
         raise LongGenError("no attention backend takes this call: " + "; ".join(reasons))
 
+    def taking(self, call: AttentionCall) -> list[Backend]:
+        """Every backend that can take the call, in order."""
+        call = call.simplified()
+        return [b for b in self._backends[Rows.of(call.q.shape[1])] if self._objection(b, call) is None]
+
     def explain(self, call: AttentionCall) -> list[tuple[str, str | None]]:
         """Every backend in order, with why it cannot take the call (None: it can)."""
         call = call.simplified()

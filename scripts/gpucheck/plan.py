@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from gpucheck import context, refusals
-from gpucheck.memory import resident_bytes
 from gpucheck.report import Result, Settings, say, seconds, synchronize, table
-from gpucheck.shape import NEW_TOKENS, larger_config, make_provider, model_config, random_prompt
+from gpucheck.shape import NEW_TOKENS, larger_shape, make_provider, random_prompt, usual_shape
+from longgen.benchmarking.measuring import resident_bytes
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import device_budget
 from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider
-from longgen.model.shape import model_shape
+from longgen.model_shape import ModelShape
 from longgen.opening import begin_host_memory, meter_of, options_of, plan_again
 from longgen.planning import Limits, hold_to, run_machine
 
@@ -54,7 +54,7 @@ class Subject:
     """A model of random weights, and its planner under the cap."""
 
     name: str
-    config: Any
+    shape: ModelShape
     planner: Planner
 
 
@@ -70,8 +70,8 @@ def run(settings: Settings) -> Result:
     pinned: list[dict[str, Any]] = []
     rate = _pin_rate(settings)
     say(f"  pinning in the background: {rate / 2**30:.2f} GiB/s")
-    for name, config in (("qwen3-0.6b", model_config), ("qwen2.5-7b", larger_config)):
-        subject = _subject(name, config(settings.small), settings)
+    for name, shape in (("qwen3-0.6b", usual_shape), ("qwen2.5-7b", larger_shape)):
+        subject = _subject(name, shape(settings.small), settings)
         rows += _lengths(subject, settings, others)
         if name == "qwen3-0.6b":
             pinned += _pinning(subject, settings)
@@ -103,11 +103,10 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
     return others, steps
 
 
-def _subject(name: str, config: Any, settings: Settings) -> Subject:
+def _subject(name: str, shape: ModelShape, settings: Settings) -> Subject:
     limits = Limits(gpu_memory=CAP if settings.device.type == "cuda" else None)
-    shape = model_shape(config, name, "bfloat16")
     machine = run_machine(limits, shape, settings.device)
-    return Subject(name, config, Planner(shape, machine, _choices(settings)))
+    return Subject(name, shape, Planner(shape, machine, _choices(settings)))
 
 
 def _choices(settings: Settings, resident_blocks: int | None = None) -> PlanOptions:
@@ -123,7 +122,7 @@ def _lengths(subject: Subject, settings: Settings, others: int) -> Iterator[dict
     prompts = (256, 512, 1024) if settings.small else (65_536, 262_144, 524_288)
     plans = [subject.planner.plan(tokens, NEW_TOKENS) for tokens in prompts]
     hold_to(plans[0], CAP, settings.device)
-    provider = make_provider(settings, subject.config)
+    provider = make_provider(settings, subject.shape)
     for plan in plans:
         row = _length(subject, plan, provider, settings, others)
         for columns in (MEMORY, INSIDE, TIMES):
@@ -224,11 +223,11 @@ def _cold_and_warm(plan: MemoryPlan, subject: Subject, settings: Settings, *, ea
     A short request of another engine comes before it all, so that the difference is not that of first uses.
     """
     device, options = settings.device, options_of(plan, _options(settings))
-    _warm_up(Engine.over(make_provider(settings, subject.config), options), plan)
+    _warm_up(Engine.over(make_provider(settings, subject.shape), options), plan)
     _settle(device)
     with closing(begin_host_memory(plan, plan.tokens if early else 0, device)) as supply:
         started = time.perf_counter()
-        engine = Engine.over(make_provider(settings, subject.config), options, None, supply)
+        engine = Engine.over(make_provider(settings, subject.shape), options, None, supply)
         synchronize(device)
         lead, prompt = time.perf_counter() - started, random_prompt(plan.prompt)
         cold, warm = (seconds(lambda: engine.prefill(prompt, new_tokens=NEW_TOKENS), device) for _ in range(2))
