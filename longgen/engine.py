@@ -22,6 +22,7 @@ from longgen.kv.store import KVStore
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.metrics import Observer, RequestStats
+from longgen.model.checkpoint import CheckedFolder
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.options import EngineOptions
 from longgen.sampling import Sampler
@@ -85,7 +86,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        folder: Path,
+        folder: Path | CheckedFolder,
         options: EngineOptions,
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,

@@ -30,7 +30,7 @@ from longgen.kv.transfer import make_current, open_transfer
 from longgen.model.provider import Provider
 from longgen.model.quiet import quiet_transformers
 from longgen.opening import meter_of, options_of, plan_again
-from longgen.planning import Limits, hold_to, run_machine, summary
+from longgen.planning import Limits, device_rates, hold_to, run_machine, summary
 
 LONG_TOKENS = 512 << 10  # from here on one run is enough, and takes long enough
 USUAL_REPEATS = 3
@@ -110,7 +110,9 @@ class _Bench:
         self._subject, self._options, self._settings = subject, options, settings
         self._device, self._err = device, err
         # The budget is read before the ceilings are measured: what that leaves behind is this process's own.
-        self._machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), subject.shape, device)
+        self._machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), device)
+        if device.type == "cuda":
+            self._machine = replace(self._machine, rates=device_rates(device, subject.shape))
         self._ceilings = measure_ceilings(device, subject.shape)
 
     def result(self) -> dict[str, Any]:

@@ -46,13 +46,10 @@ def _shape(name: str, dtype: str | None) -> Subject:
 
 
 def _checkpoint(name: str, dtype: str | None) -> Subject:
-    from longgen.model.checkpoint import read_config, resolve_checkpoint
+    from longgen.model.checkpoint import check_folder, resolve_checkpoint
     from longgen.model.shape import model_shape
-    from longgen.model.shards import check_shards
 
-    folder = resolve_checkpoint(checkpoint_name(name))
-    config = read_config(folder)
-    check_shards(folder)
-    found = model_shape(config, Path(name).name or name, dtype)
+    folder = check_folder(resolve_checkpoint(checkpoint_name(name)))
+    found = model_shape(folder.config, Path(name).name or name, dtype)
     chosen = getattr(torch, dtype) if dtype else None
     return Subject(found, lambda device: Provider.load(folder, dtype=chosen, device=device), "the checkpoint's weights")

@@ -12,7 +12,7 @@ from torch import nn
 from longgen.errors import UsageError
 from longgen.kv.layout import AttentionLayer
 from longgen.model.adapter import PassCache, cache_keyword
-from longgen.model.checkpoint import load_model
+from longgen.model.checkpoint import CheckedFolder, load_model
 from longgen.model.recurrence import use_torch_code
 from longgen.model.rope import ExactRotary
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
@@ -55,7 +55,7 @@ class Provider:
     @classmethod
     def load(
         cls,
-        folder: Path,
+        folder: Path | CheckedFolder,
         *,
         dtype: torch.dtype | None,
         device: torch.device,

@@ -24,7 +24,7 @@ from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider
 from longgen.model_shape import ModelShape
 from longgen.opening import begin_host_memory, meter_of, options_of, plan_again
-from longgen.planning import Limits, hold_to, run_machine
+from longgen.planning import Limits, device_rates, hold_to, run_machine
 
 CAP = 24 << 30
 WARM_UP, STEPS = 2, 4
@@ -105,8 +105,10 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
 
 def _subject(name: str, shape: ModelShape, settings: Settings) -> Subject:
     limits = Limits(gpu_memory=CAP if settings.device.type == "cuda" else None)
-    machine = run_machine(limits, shape, settings.device)
-    return Subject(name, shape, Planner(shape, machine, _choices(settings)))
+    planner = Planner(shape, run_machine(limits, settings.device), _choices(settings))
+    if settings.device.type == "cuda":
+        planner = planner.rated(device_rates(settings.device, shape))
+    return Subject(name, shape, planner)
 
 
 def _choices(settings: Settings, resident_blocks: int | None = None) -> PlanOptions:
