@@ -93,7 +93,7 @@ def bench(
         device = engine_options(settings).torch_device()
         make_current(device)
         subject = find_subject(model, shape, settings)
-        found = _Bench(subject, options, settings, device, err)
+        found = Bench(subject, options, settings, device, err)
         result = {"command": command, "machine": machine_facts(device), "versions": versions()} | found.result()
     print(json.dumps(result), file=out, flush=True)
     if options.plot is not None:
@@ -101,7 +101,7 @@ def bench(
     return CapacityError.exit_code if result["refused"] else 0
 
 
-class _Bench:
+class Bench:
     """All lengths of one model on one device."""
 
     def __init__(
