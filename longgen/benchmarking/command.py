@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -119,16 +119,19 @@ class Bench:
         """Runs every length that fits. The table is complete, or ends where the run was interrupted."""
         shape = self._subject.shape
         self._say(f"{shape.name}, {self._subject.weights}, {shape.dtype}; {_shown(self._ceilings)}")
-        plans = [self._plan(tokens) for tokens in self._options.lengths]
         rows: list[dict[str, Any]] = []
-        refused = [str(plan) for plan in plans if isinstance(plan, CapacityError)]
-        fitting = [plan for plan in plans if isinstance(plan, MemoryPlan)]
+        refused: list[str] = []
+        plans = []
+        for tokens in self._options.lengths:
+            with self._refusing(refused):
+                plans.append(self._planner(tokens).plan(tokens, bench_tokens(tokens, self._options.steps) - tokens))
         try:
-            if fitting:
+            if plans:
                 provider = self._subject.load(self._device)
-            for plan in fitting:
+            for plan in plans:
                 self._say("; ".join(summary(plan)))
-                rows.append(self._measure(provider, plan))
+                with self._refusing(refused):  # what is measured may not fit after all
+                    rows.append(self._measure(provider, plan))
         finally:
             if rows:
                 self._table(rows)
@@ -149,12 +152,14 @@ class Bench:
         choices = PlanOptions(settings.block_size, settings.chunk_size, blocks)
         return Planner(self._subject.shape, self._machine, choices)
 
-    def _plan(self, tokens: int) -> MemoryPlan | CapacityError:
+    @contextmanager
+    def _refusing(self, refused: list[str]) -> Iterator[None]:
+        """Notes and says what does not fit; the other lengths are still measured."""
         try:
-            return self._planner(tokens).plan(tokens, bench_tokens(tokens, self._options.steps) - tokens)
+            yield
         except CapacityError as error:
-            print(f"longgen: error: {error}", file=self._err)
-            return error
+            self._say(f"error: {error}")
+            refused.append(str(error))
 
     def _measure(self, provider: Provider, plan: MemoryPlan) -> dict[str, Any]:
         """One length, through an engine that is planned and measured as that of `run`."""

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from longgen.benchmarking import command
+from longgen.benchmarking.measuring import Measured
 from longgen.cli import main
+from longgen.engine import Engine
+from longgen.errors import CapacityError
 from longgen.kv.budget import HostBudget
 from longgen.kv.plan import Machine
 
@@ -155,6 +158,23 @@ def test_a_length_that_does_not_fit_is_named_and_the_others_are_measured(
     assert code == 1
     assert [row["tokens"] for row in json.loads(out)["rows"]] == [300] and len(json.loads(out)["refused"]) == 1
     assert sum(line.startswith("longgen: error: shape with 67,108,874 tokens needs") for line in err.splitlines()) == 1
+
+
+def test_a_length_that_runs_out_of_memory_leaves_the_others_alone(
+    shape: Callable[[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = command.measure_length
+
+    def measured(engine: Engine, tokens: int, **options: Any) -> Measured:
+        if tokens == 300:
+            raise CapacityError("no room")
+        return measure(engine, tokens, **options)
+
+    monkeypatch.setattr(command, "measure_length", measured)
+    arguments = ["--shape", shape(DENSE), "--lengths", "300,400", "--repeats", "1", "--steps", "1"]
+    code, out, err = run_here(arguments, capsys)
+    assert code == 1 and "longgen: error: no room\n" in err
+    assert [row["tokens"] for row in json.loads(out)["rows"]] == [400] and json.loads(out)["refused"] == ["no room"]
 
 
 @pytest.mark.parametrize(
