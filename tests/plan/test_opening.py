@@ -100,18 +100,18 @@ def test_a_plan_with_room_to_spare_is_not_measured(build: Build) -> None:
 def test_a_chunk_of_the_planned_size_is_run_after_a_block_and_before_a_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider, passes = load(build("qwen3")), []
-    forward = Provider.forward
+    provider, passes, forward = load(build("qwen3")), [], Provider.forward
 
     def noted(self: Provider, pass_: Pass, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         passes.append(ids.shape[1])
         return forward(self, pass_, ids, *rest)
 
-    monkeypatch.setattr(Provider, "forward", noted)  # the engine has a provider of its own, with its slots
+    monkeypatch.setattr(Provider, "forward", noted)
     meter = FakeMeter(5000, 300)
     use = measure_use(provider, replace(OPTIONS, chunk_size=64, resident_blocks=9), meter)
-    assert passes == [16, 64, 1]
-    assert use == MeasuredUse(runtime=300, allocator=70, activations=5000)
+    assert passes == [16, 64, 1, 16, 1, 1, 1, 1]  # for memory, then for time
+    assert use.step_seconds is not None and use.step_seconds > 0
+    assert replace(use, step_seconds=None) == MeasuredUse(runtime=300, allocator=70, activations=5000)
     assert meter.settled == 2
 
 
