@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from longgen.config import Settings, sampling_settings
 from longgen.errors import CheckpointError, LongGenError, OutputError, UsageError
 from longgen.names import checkpoint_name
+from longgen.phases import Phases
 from longgen.progress import PrefillProgress, TokenizingProgress
 from longgen.requests import Request
 from longgen.sampling import Sampler, SamplingSettings, record_seed
@@ -65,25 +66,27 @@ def run(model: str, requests: Sequence[Request], settings: Settings, out: Binary
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.
     """
+    phases = Phases()
     from longgen.model.quiet import quiet_transformers
 
     with quiet_transformers():
-        return _run(model, requests, settings, out, err)
+        return _run(model, requests, settings, phases, out, err)
 
 
-def _run(model: str, requests: Sequence[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
+def _run(
+    model: str, requests: Sequence[Request], settings: Settings, phases: Phases, out: BinaryIO, err: TextIO
+) -> int:
     from longgen.engine import Engine
-    from longgen.model.checkpoint import read_config, resolve_checkpoint
+    from longgen.model.checkpoint import check_folder, resolve_checkpoint
     from longgen.model.recurrence import slow_recurrence_note
     from longgen.model.rope import trained_window
-    from longgen.model.shards import check_shards
     from longgen.model.tokenizer import TextTokenizer, generation_settings
     from longgen.opening import begin_host_memory, options_of
 
+    phases.end("import")
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
-    folder = resolve_checkpoint(checkpoint_name(model))
-    config = read_config(folder)
-    check_shards(folder)
+    checked = check_folder(resolve_checkpoint(checkpoint_name(model)))
+    folder, config = checked.path, checked.config
     sampling = sampling_settings(settings, generation_settings(folder))
     tokenizer = TextTokenizer.load(folder)
     chat = tokenizer.has_chat_template if settings.chat is None else settings.chat
@@ -107,14 +110,21 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     print(f"longgen: {'chat template of the checkpoint' if chat else 'raw prompt, no chat template'}", file=err)
     if stretch.notice:
         print(f"longgen: {stretch.notice}", file=err)
+    phases.end("prompt")
     planner, plan = make_plan(model, config, sizes, settings, err)
+    phases.end("plan")
     chosen = options_of(plan, replace(engine_options(settings), yarn_factor=stretch.factor))
     with closing(begin_host_memory(plan, sum(sizes[0]), chosen.torch_device())) as supply:
         resize = partial(refit, planner, plan, settings, err)
-        engine = Engine.load(folder, chosen, supply=supply, resize=resize)
+        engine = Engine.load(checked, chosen, supply=supply, resize=resize)
+        phases.end("load")
         if note := slow_recurrence_note(config, engine.provider.device):
             print(f"longgen: note: {note}", file=err)
-        return run_jobs(engine, tokenizer, jobs, options, out, err)
+        code = run_jobs(engine, tokenizer, jobs, options, out, err)
+        if options.stats:
+            figures = phases.seconds() | engine.observer.phases()
+            print(f"longgen: stats {json.dumps({'phases': figures})}", file=err)
+        return code
 
 
 def encode_jobs(
@@ -186,16 +196,17 @@ def make_plan(
     from longgen.kv.plan import Planner, PlanOptions
     from longgen.kv.transfer import make_current
     from longgen.model.shape import model_shape
-    from longgen.planning import Limits, hold_to, run_machine, summary
+    from longgen.planning import Limits, hold_to, rated_planner, run_machine, summary
 
     options = engine_options(settings)
     device = options.torch_device()
     make_current(device)
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
-    machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
+    machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), device)
     choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
-    planner = Planner(shape, machine, choices)
-    plan = planner.plan(*max(sizes, key=sum))
+    longest = max(sizes, key=sum)
+    planner = rated_planner(Planner(shape, machine, choices), *longest, device)
+    plan = planner.plan(*longest)
     for line in summary(plan):
         print(f"longgen: {line}", file=err)
     hold_to(plan, settings.gpu_memory, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -192,6 +193,58 @@ def plan(
     limits = reports.limits_of(settings, h2d_gbps, tflops)
     with _stopping():
         raise typer.Exit(reports.plan(model, lengths, settings, slots, limits, as_json, sys.stdout, sys.stderr))
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR|HUB_ID|NAME", help="A checkpoint, whose weights are loaded.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="YAML|NAME|DIR", help="A model's shape, with random weights made on the spot.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="LENGTH[,...]", help="Tokens of the prompts, as 16K,128K. Required.")
+    ] = None,
+    resident_blocks: Annotated[
+        str | None,
+        typer.Option(metavar="all|N", help="Blocks of each layer kept on the device, 0 is none. Default: what fits."),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Prefills of each length. Default: 3, from 512K on 1.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Decoded tokens of each length.")] = 8,
+    random_kv: Annotated[
+        bool, typer.Option("--random-kv", help="Fill the cache with random values instead of running a prompt.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw time against length, as PNG, SVG or PDF.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Default: auto.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="auto|bfloat16|float16|float32", help="Default: auto.")] = None,
+    gpu_memory: GpuMemory = None,
+    cpu_memory: CpuMemory = None,
+    block_size: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Tokens in a block of the KV cache. Default: 1024.")
+    ] = None,
+    chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
+) -> None:
+    """Measure prefill and decoding beside what the machine allows: a table, and one line of JSON."""
+    names = ("device", "dtype", "gpu_memory", "cpu_memory", "block_size", "chunk_size")
+    given = locals()
+    settings = load_settings(None, {name: given[name] for name in names})
+    if not lengths:
+        raise UsageError("give --lengths, such as 16K,128K; longgen bench --help explains it")
+    wanted = tuple(parse_length(text) for text in lengths.split(","))
+
+    from longgen.benchmarking import command as benchmarking
+
+    chosen = benchmarking.BenchOptions(
+        wanted, benchmarking.parse_resident(resident_blocks), repeats, steps, random_kv, plot
+    )
+    with _stopping():
+        line = shlex.join(["longgen", *sys.argv[1:]])
+        raise typer.Exit(benchmarking.bench(model, shape, chosen, settings, line, sys.stdout, sys.stderr))
 
 
 @app.command()

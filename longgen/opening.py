@@ -103,11 +103,12 @@ def meter_of(device: torch.device, plan: MemoryPlan) -> MemoryMeter | None:
 def plan_again(
     planner: Planner, plan: MemoryPlan, provider: Provider, options: EngineOptions, meter: MemoryMeter | None
 ) -> MemoryPlan:
-    """The plan with the device memory that a chunk is seen to take; without a meter, the plan as it is.
+    """The plan with the device memory that a chunk is seen to take; without a meter, or where that could change
+    nothing, the plan as it is.
 
     Raises CapacityError if not even a plan without resident blocks fits.
     """
-    if meter is None:
+    if meter is None or plan.roomy:
         return plan
     return planner.again(plan, measure_use(provider, options_of(plan, options), meter))
 

@@ -92,18 +92,29 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def run_machine(limits: Limits, shape: ModelShape, device: Any) -> Machine:
-    """The machine for `longgen run` on a torch device, its rates measured where it is CUDA."""
+def run_machine(limits: Limits, device: Any) -> Machine:
+    """The machine for `longgen run` on a torch device, without rates: see `rated_planner`."""
     if device.type != "cuda":
         if isinstance(limits.gpu_memory, int | float):
             raise UsageError("gpu_memory limits a GPU, and this run is on the CPU; leave it out, or give cpu_memory")
         return Machine(host_budget(limits.cpu_memory), None, None, shared=True)
-    budget = device_budget(limits.gpu_memory, device.index)
-    return Machine(host_budget(limits.cpu_memory), budget, rates_of(limits, _rates_here(device, shape)))
+    return Machine(host_budget(limits.cpu_memory), device_budget(limits.gpu_memory, device.index))
 
 
-def _rates_here(device: Any, shape: ModelShape) -> Rates:
-    """The device's rates; the reference's where no memory is free to measure them: the plan then says what fits."""
+def rated_planner(planner: Planner, prompt: int, new_tokens: int, device: Any) -> Planner:
+    """The planner with the device's rates, measured where they can change a plan for this request: not on the CPU, and
+    not for a prompt that is one chunk with room to spare, which would wait for the measuring longer than it runs.
+
+    Raises CapacityError if the request does not fit.
+    """
+    if device.type != "cuda" or planner.plan(prompt, new_tokens).roomy:
+        return planner
+    return planner.rated(device_rates(device, planner.model))
+
+
+def device_rates(device: Any, shape: ModelShape) -> Rates:
+    """What the device is measured to do; the reference's rates where no memory is free to measure: the plan then says
+    what fits."""
     from longgen.measure import measure_rates
     from longgen.shortage import shortage_reported
 
@@ -164,6 +175,8 @@ def summary(plan: MemoryPlan) -> list[str]:
 
 def _times(plan: MemoryPlan) -> str:
     times = plan.prediction
+    if times is None and not plan.machine.shared:
+        return "all of it at once on the device, so no rates are measured and no times predicted"
     if times is None:
         return "no times are predicted for this device"
     return (

@@ -132,6 +132,18 @@ class MemoryPlan:
         return self.sizes.resident_blocks if isinstance(self.sizes.resident_blocks, int) else 0
 
     @property
+    def roomy(self) -> bool:
+        """Whether nothing that could be measured would change the sizes: all blocks stay on the device, the prompt is
+        one chunk, and there is room for twice of all that is only estimated."""
+        budget, device = self.machine.device, self.device
+        estimated = device.runtime + device.activations + device.allocator
+        return (
+            self.resident_blocks >= self.kv.blocks_for(self.tokens)
+            and self.sizes.chunk_tokens >= self.prompt
+            and (budget is None or device.total + estimated <= budget.usable)
+        )
+
+    @property
     def early_host_bytes(self) -> int:
         """Bytes of host blocks that there is room for while the weights are still being loaded."""
         budget, device = self.machine.host, self.device.total if self.machine.shared else 0
@@ -192,6 +204,10 @@ class Planner:
             reasons=self._reasons(sizes, prompt, tokens),
             prediction=predict(self.model, self._kv, sizes, known, prompt, new_tokens) if known else None,
         )
+
+    def rated(self, rates: Rates) -> Planner:
+        """The same planner for a device of these rates."""
+        return Planner(self.model, replace(self.machine, rates=rates), self._options, self._use)
 
     def again(self, plan: MemoryPlan, use: MeasuredUse) -> MemoryPlan:
         """`plan`, with its chunk size, once it is known what a chunk takes. Raises as `plan`."""

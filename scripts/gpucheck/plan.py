@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from gpucheck import context, refusals
-from gpucheck.memory import resident_bytes
 from gpucheck.report import Result, Settings, say, seconds, synchronize, table
-from gpucheck.shape import NEW_TOKENS, larger_config, make_provider, model_config, random_prompt
+from gpucheck.shape import NEW_TOKENS, larger_shape, make_provider, random_prompt, usual_shape
+from longgen.benchmarking.measuring import resident_bytes
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import device_budget
 from longgen.kv.extents import PIECE_BYTES
@@ -25,9 +25,9 @@ from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider
-from longgen.model.shape import model_shape
+from longgen.model_shape import ModelShape
 from longgen.opening import begin_host_memory, meter_of, options_of, plan_again
-from longgen.planning import Limits, hold_to, run_machine
+from longgen.planning import Limits, device_rates, hold_to, run_machine
 
 CAP = 24 << 30
 WARM_UP, STEPS = 2, 4
@@ -58,7 +58,7 @@ class Subject:
     """A model of random weights, and its planner under the cap."""
 
     name: str
-    config: Any
+    shape: ModelShape
     planner: Planner
 
 
@@ -74,8 +74,8 @@ def run(settings: Settings) -> Result:
     pinned: list[dict[str, Any]] = []
     rate = _pin_rate(settings)
     say(f"  pinning in the background: {rate / 2**30:.2f} GiB/s")
-    for name, config in (("qwen3-0.6b", model_config), ("qwen2.5-7b", larger_config)):
-        subject = _subject(name, config(settings.small), settings)
+    for name, shape in (("qwen3-0.6b", usual_shape), ("qwen2.5-7b", larger_shape)):
+        subject = _subject(name, shape(settings.small), settings)
         rows += _lengths(subject, settings, others)
         if name == "qwen3-0.6b":
             pinned += _pinning(subject, settings)
@@ -107,11 +107,12 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
     return others, steps
 
 
-def _subject(name: str, config: Any, settings: Settings) -> Subject:
+def _subject(name: str, shape: ModelShape, settings: Settings) -> Subject:
     limits = Limits(gpu_memory=CAP if settings.device.type == "cuda" else None)
-    shape = model_shape(config, name, "bfloat16")
-    machine = run_machine(limits, shape, settings.device)
-    return Subject(name, config, Planner(shape, machine, _choices(settings)))
+    planner = Planner(shape, run_machine(limits, settings.device), _choices(settings))
+    if settings.device.type == "cuda":
+        planner = planner.rated(device_rates(settings.device, shape))
+    return Subject(name, shape, planner)
 
 
 def _choices(settings: Settings, resident_blocks: int | None = None) -> PlanOptions:
@@ -127,7 +128,7 @@ def _lengths(subject: Subject, settings: Settings, others: int) -> Iterator[dict
     prompts = (256, 512, 1024) if settings.small else (65_536, 262_144, 524_288)
     plans = [subject.planner.plan(tokens, NEW_TOKENS) for tokens in prompts]
     hold_to(plans[0], CAP, settings.device)
-    provider = make_provider(settings, subject.config)
+    provider = make_provider(settings, subject.shape)
     for plan in plans:
         row = _length(subject, plan, provider, settings, others)
         for columns in (MEMORY, INSIDE, TIMES):
@@ -217,7 +218,7 @@ def _pinning(subject: Subject, settings: Settings) -> Iterator[dict[str, Any]]:
     short, long = (256, 1024) if settings.small else (65_536, 262_144)
     planner = Planner(subject.planner.model, subject.planner.machine, _choices(settings, resident_blocks=0))
     with TemporaryDirectory() as folder:
-        make_provider(settings, subject.config).model.save_pretrained(folder)
+        make_provider(settings, subject.shape).model.save_pretrained(folder)
         for which, tokens in (("short", short), ("long", long)):
             plan = planner.plan(tokens, NEW_TOKENS)
             made: dict[str, Any] = {}

@@ -87,6 +87,16 @@ def test_resident_blocks_are_cut_from_what_a_measured_chunk_leaves(build: Build,
     assert torch.equal(Engine.over(provider, options).prefill(ids), expected)
 
 
+def test_a_plan_with_room_to_spare_is_not_measured(build: Build) -> None:
+    folder = build("qwen3")
+    planner, meter = tiny_planner(folder, 8 * GIB), FakeMeter(1 << 20, 1 << 20)
+    plan = planner.plan(50, 10)
+    assert plan.roomy and not planner.plan(100, 10).roomy  # two chunks
+    assert plan_again(planner, plan, load(folder), OPTIONS, meter) is plan and meter.settled == 0
+    tight = tiny_planner(folder, 900 << 20).plan(50, 10)
+    assert tight.resident_blocks == 4 and not tight.roomy
+
+
 def test_a_chunk_of_the_planned_size_is_run_after_a_block_and_before_a_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
