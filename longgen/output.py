@@ -63,6 +63,7 @@ class StreamOutput:
     """A stream that lines are written to in the order of the records, each in one piece."""
 
     def __init__(self, out: BinaryIO, name: str) -> None:
+        out.flush()
         self._out: Any = getattr(out, "raw", out)
         self._name = name
 

@@ -172,7 +172,8 @@ class ResultFile:
             os.replace(temporary, self._path)
         except BaseException:
             os.close(descriptor)
-            os.unlink(temporary)
+            with suppress(OSError):
+                os.unlink(temporary)
             raise
         os.close(self._main)
         self._main, self._lines = descriptor, {}
