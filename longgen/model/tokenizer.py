@@ -232,9 +232,10 @@ class TextTokenizer:
             before, found, rest = rest.partition(mark)
             if not found or mark in rest:
                 whose = "the user's text" if len(marks) == 1 else f"the text of message {number + 1}"
+                count = rendered.count(mark)
+                how = "not in its place" if count == 1 else f"{count} times instead of once"
                 raise CheckpointError(
-                    f"the chat template of the checkpoint gives {whose} {rendered.count(mark)} times instead of once, "
-                    "or not in its place; run with --raw to do without it"
+                    f"the chat template of the checkpoint gives {whose} {how}; run with --raw to do without it"
                 )
             frames.append(before)
         return [*frames, rest]
