@@ -83,7 +83,7 @@ def run_jobs(
             raise
         except LongGenError as error:
             text.end_begun()
-            say_failure(job.request.source, error, err)
+            say_failure(job.request.source, str(error), err)
             code = code or error.exit_code
     say_run_stats(engine, options, err)
     return code
