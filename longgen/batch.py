@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def run(model: str, requests: Iterable[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
     """Answer the requests from a checkpoint (folder, hub id or short name); notices go to `err`.
 
-    The texts go to `out` as UTF-8, as they are generated. But with `settings.output` or `settings.output_format` every
-    request gives a line, see longgen.results, in that file, else in `out`; requests that cannot be run are lines too.
-    Their ids must then differ, and `requests` is iterated twice.
+    Without `settings.output_format` the texts go to `out` as UTF-8, as they are generated. With it every request gives
+    a line, see longgen.results, in the file `settings.output` if that is set, else in `out`; requests that cannot be
+    run are lines too. Their ids must then differ, and `requests` is iterated twice.
 
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.
@@ -36,8 +36,8 @@ def run(model: str, requests: Iterable[Request], settings: Settings, out: Binary
     from longgen.model.quiet import quiet_transformers
 
     with quiet_transformers():
-        if settings.output is not None and settings.output_format is None:
-            settings = replace(settings, output_format="jsonl")
+        if settings.output is not None:
+            settings = replace(settings, output_format=settings.output_format or "jsonl")
         if settings.output_format is None:
             return _run_texts(read_checkpoint(model, settings), list(requests), settings, out, err)
         return run_records(model, requests, settings, out, err)

@@ -232,16 +232,17 @@ class _Batch:
 
     def _tried(self, engine: Engine, job: Job) -> Result:
         try:
-            return self._answer(engine, job)
+            result = self._answer(engine, job)
         except LongGenError as error:
             return self._failure(Failed(job.request, str(error), len(job.prompt)))
+        self._good += 1
+        return result
 
     def _answer(self, engine: Engine, job: Job) -> Result:
         pieces: list[str] = []
         got = answer(engine, self._checkpoint.tokenizer, job, self._options, pieces.append, self._err)
         place = f"{self._good + self._bad + 1:,}/{len(self._heads):,} "
         say_answer(job, got, self._options, self._err, place)
-        self._good += 1
         return Result(
             job.request,
             self._heads[job.request.id].prompt_hash,

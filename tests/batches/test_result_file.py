@@ -308,6 +308,27 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_bytes() == line("a")
 
 
+def test_ctrl_c_within_a_write_comes_after_the_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+
+    def interrupted(descriptor: int, data: Any) -> int:
+        written = real(descriptor, data[:7])
+        signal.raise_signal(signal.SIGINT)
+        return written
+
+    class Raw(io.FileIO):
+        def write(self, data: Any) -> int:
+            return interrupted(self.fileno(), data)
+
+    monkeypatch.setattr(result_file.os, "write", interrupted)
+    with opened(tmp_path / "out") as file, pytest.raises(KeyboardInterrupt):
+        file.write("a", line("a"))
+    assert (tmp_path / "out").read_bytes() == line("a")
+    with Raw(str(tmp_path / "stream"), "wb") as out, pytest.raises(KeyboardInterrupt):
+        StreamOutput(out, "standard output").write("a", line("a"))
+    assert (tmp_path / "stream").read_bytes() == line("a")
+
+
 def test_a_line_reaches_the_file_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sizes = os.write, []
 
