@@ -16,7 +16,7 @@ import longgen
 from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.evaluation.haystack import Kind
-from longgen.requests import read_requests
+from longgen.records import open_prompts
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -66,7 +66,12 @@ def run(
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE|-", help="Text file, or - for standard input. May be repeated. Required."),
+        typer.Option(
+            "--prompt",
+            "-f",
+            metavar="FILE|-",
+            help="Text file, .jsonl file of records, or - for standard input. May be repeated. Required.",
+        ),
     ] = None,
     max_len: Annotated[
         str | None,
@@ -130,11 +135,29 @@ def run(
     ] = None,
     stats: Annotated[bool | None, typer.Option(help="Print the figures of every request and of the run.")] = None,
     scrub: Annotated[bool | None, typer.Option(help="Overwrite a request's KV in memory when it ends.")] = None,
+    prompt_format: Annotated[
+        str | None,
+        typer.Option(metavar="auto|text|jsonl", help="Of the prompts. Default: auto, JSONL where the name ends so."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A line of JSON for every prompt goes there. One that is there is resumed."),
+    ] = None,
+    output_format: Annotated[
+        str | None, typer.Option(metavar="jsonl|openai", help="Of results. Default: jsonl for a batch, else text.")
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume/--no-resume", help="Go on with an output that is there, or refuse it.")
+    ] = None,
+    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="Replace an output that is there.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only every N-th record, from the I-th on. For job arrays.")
+    ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the settings as they would hold, as YAML, and exit.")
     ] = False,
 ) -> None:
-    """Answer prompts: the text streams to standard output, everything else goes to standard error."""
+    """Answer prompts: text, or a line for each record, to standard output; everything else to standard error."""
     given = locals()
     with _stopping():
         settings = load_settings(config, {setting.name: given[setting.name] for setting in fields(Settings)})
@@ -143,7 +166,7 @@ def run(
             return
         if model is None or not prompt:
             raise UsageError(f"give {'--model' if model is None else '--prompt'}; longgen run --help explains both")
-        requests = read_requests(prompt, sys.stdin.buffer if sys.stdin else None, settings.encoding_errors)
+        requests, settings = open_prompts(prompt, sys.stdin.buffer if sys.stdin else None, settings)
 
         from longgen import batch
 
@@ -217,10 +240,9 @@ def needle(
     kind: Annotated[
         Kind, typer.Option(help="A pass key, a magic number, or four magic numbers of which one is asked for.")
     ] = Kind.passkey,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Results, one JSON a line. Default: standard output.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    output: Annotated[str | None, typer.Option(metavar="FILE", help="As for run. Default: standard output.")] = None,
+    resume: Annotated[bool | None, typer.Option("--resume/--no-resume", help="As for run.")] = None,
+    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="As for run.")] = None,
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Keep the prompts in the results.")] = True,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a heat map; needs matplotlib.")] = None,
     max_new_tokens: Annotated[
@@ -251,7 +273,7 @@ def needle(
         if model is None or lengths is None:
             raise UsageError(f"give {'--model' if model is None else '--lengths'}; longgen eval needle --help explains")
         tokens = tuple(parse_length(text) for text in lengths.split(","))
-        options = needle_run.NeedleOptions(tokens, depths, kind, output, plot, inputs, overwrite)
+        options = needle_run.NeedleOptions(tokens, depths, kind, plot, inputs)
         raise typer.Exit(needle_run.run(model, options, settings, sys.stdout.buffer, sys.stderr))
 
 
