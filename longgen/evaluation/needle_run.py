@@ -50,7 +50,8 @@ def run(model: str, options: NeedleOptions, settings: Settings, out: BinaryIO, e
 
     from longgen import batch
 
-    settings = replace(settings, output_format="jsonl", shard=None)
+    # Nothing may be left out: no prompt of the grid, and nothing of a prompt.
+    settings = replace(settings, output_format="jsonl", shard=None, truncate=None)
     code = batch.run(model, [_request(prompt, options.inputs) for prompt in prompts], settings, out, err, judge)
     if settings.output is not None and Path(settings.output).is_file():
         scores = _written_scores(Path(settings.output))  # those of an earlier run too
