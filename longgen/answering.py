@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
-from longgen.errors import LongGenError
 from longgen.jobs import Job
 from longgen.progress import PrefillProgress
 from longgen.sampling import Sampler, record_seed
@@ -90,7 +89,7 @@ def say_answer(job: Job, result: Answer, options: RunOptions, err: TextIO, place
         print(f"longgen: stats {json.dumps(figures)}", file=err)
 
 
-def say_failure(source: str, error: LongGenError, err: TextIO) -> None:
+def say_failure(source: str, error: str, err: TextIO) -> None:
     """Prints why a job failed."""
     print(f"longgen: error: {source}: {error}", file=err)
 

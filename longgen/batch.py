@@ -6,6 +6,7 @@ Text prompts stream their answers; the records of a batch give a line each, see 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from longgen.answering import RunOptions, answer, say_answer, say_failure, say_run_stats
@@ -38,6 +39,8 @@ def run(
     from longgen.model.quiet import quiet_transformers
 
     with quiet_transformers():
+        if settings.output is not None:
+            settings = replace(settings, output_format=settings.output_format or "jsonl")
         if settings.output_format is None:
             return _run_texts(read_checkpoint(model, settings), list(requests), settings, out, err)
         return run_records(model, requests, settings, out, err, judge)
@@ -83,7 +86,7 @@ def run_jobs(
             raise
         except LongGenError as error:
             text.end_begun()
-            say_failure(job.request.source, error, err)
+            say_failure(job.request.source, str(error), err)
             code = code or error.exit_code
     say_run_stats(engine, options, err)
     return code

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.answering import Answer, answer, say_answer, say_failure, say_run_stats
 from longgen.config import Settings, parse_shard
-from longgen.errors import CapacityError, LongGenError, OutputError, UsageError
+from longgen.errors import CapacityError, LongGenError, UsageError
 from longgen.jobs import Job
 from longgen.output import Output, open_output
 from longgen.preparation import Checkpoint, chosen_stretch, make_planner, opened, read_checkpoint, run_options
@@ -42,10 +42,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A record that cannot be run."""
+    """A record that cannot be run.
+
+    error: why not, in words; the exception itself would keep the texts that it was raised among.
+    """
 
     request: Request
-    error: LongGenError
+    error: str
     prompt_tokens: int | None = None
 
 
@@ -170,7 +173,7 @@ class _Batch:
         try:
             return self._checkpoint.maker.make(request, on_chars)
         except LongGenError as error:
-            return Failed(replace(request, text="", messages=None), error)
+            return Failed(replace(request, text="", messages=None), str(error))
 
     def _take_over(self, request: Request, line: Written) -> list[str]:
         """Counts a record that is done among the sizes, so that plan and angles are those of the whole batch.
@@ -209,7 +212,7 @@ class _Batch:
         fitting = [size for size in self._sizes.values() if sum(size) <= most]
         for item in list(self._ready.values()):
             if isinstance(item, Job) and sum(size := self._sizes[item.request.id]) > most:
-                self._ready[item.request.id] = Failed(item.request, _refusal(planner, size), size[0])
+                self._ready[item.request.id] = Failed(item.request, str(_refusal(planner, size)), size[0])
         order = self._output.in_turn(list(self._ready))
         first = next((id_ for id_ in order if isinstance(self._ready[id_], Job)), None)
         if first is None:
@@ -217,7 +220,7 @@ class _Batch:
             return
         stretch = chosen_stretch(self._checkpoint.config, self._settings, fitting, self._err)
         self._yarn_factor = stretch.factor
-        if stretch.factor is not None and self._settings.shard:
+        if stretch.factor is not None and self._settings.shard and ":" not in self._settings.rope:
             print(
                 "longgen: note: each shard takes the angles that its own longest record needs; give --rope "
                 f"yarn:{stretch.factor:.10g}, or the factor of the whole batch, to all of them",
@@ -234,18 +237,20 @@ class _Batch:
         """Writes the line of every record that is to be done. engine: None if none of them is a job."""
         for record_id in self._output.in_turn(list(self._ready)):
             item = self._ready.pop(record_id)
-            try:
-                if isinstance(item, Failed):
-                    raise item.error
+            if isinstance(item, Failed):
+                result = self._failure(item)
+            else:
                 assert engine is not None
-                result = self._answer(engine, item)
-                self._good += 1
-            except OutputError:
-                raise
-            except LongGenError as error:
-                result = self._failure(item, error)
-                self._bad += 1
+                result = self._tried(engine, item)
             self._output.write(record_id, result_line(result, self._settings.output_format or "jsonl"))
+
+    def _tried(self, engine: Engine, job: Job) -> Result:
+        try:
+            result = self._answer(engine, job)
+        except LongGenError as error:
+            return self._failure(Failed(job.request, str(error), len(job.prompt)))
+        self._good += 1
+        return result
 
     def _answer(self, engine: Engine, job: Job) -> Result:
         pieces: list[str] = []
@@ -265,8 +270,9 @@ class _Batch:
             judgement=self._judge(job.request, pred),
         )
 
-    def _failure(self, item: Job | Failed, error: LongGenError) -> Result:
-        say_failure(item.request.source, error, self._err)
+    def _failure(self, item: Failed) -> Result:
+        say_failure(item.request.source, item.error, self._err)
+        self._bad += 1
         try:
             settings = self._described(item.request)
         except UsageError:
@@ -274,8 +280,8 @@ class _Batch:
         return Result(
             item.request,
             self._heads[item.request.id].prompt_hash,
-            error=str(error),
-            prompt_tokens=len(item.prompt) if isinstance(item, Job) else item.prompt_tokens,
+            error=item.error,
+            prompt_tokens=item.prompt_tokens,
             settings=settings,
         )
 

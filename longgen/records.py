@@ -232,4 +232,10 @@ def _id(record: Mapping[str, Any], where: str, number: int) -> str:
 def _small_fields(record: Mapping[str, Any], without: set[str]) -> dict[str, Any]:
     """What is passed through: all but the prompt, what is too large, and what there is none of."""
     kept = {name: value for name, value in record.items() if name not in without and (name, value) != ("id", None)}
-    return {name: value for name, value in kept.items() if len(json.dumps(value)) <= SMALL_FIELD}
+    return {name: value for name, value in kept.items() if _is_small(value)}
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, str) and len(value) > SMALL_FIELD:
+        return False
+    return len(json.dumps(value)) <= SMALL_FIELD

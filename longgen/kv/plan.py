@@ -62,14 +62,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredUse:
-    """Device bytes that a chunk of the planned size was seen to take beside weights, states and buffers.
+    """Device bytes that a chunk of the planned size was seen to take beside weights, states and buffers, and time.
 
     runtime: outside torch.   allocator: held by torch and in no tensor.   activations: tensors of the pass.
+    step_seconds: of a decode step after few tokens, which is the host's time to start it; None: not measured.
     """
 
     runtime: int
     allocator: int
     activations: int
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,9 @@ class Planner:
         use: MeasuredUse | None = None,
     ) -> None:
         """`use`: measured on the device with the chunk size of `options`; None estimates it."""
+        if use is not None and use.step_seconds is not None and machine.rates is not None:
+            measured = replace(machine.rates, layer=use.step_seconds / len(model.kinds))
+            machine = replace(machine, rates=measured)
         self.model, self.machine = model, machine
         self._options = options or PlanOptions()
         self._kv = model.kv(self._options.block_size)

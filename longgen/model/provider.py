@@ -48,9 +48,8 @@ class Provider:
         )
         if self._recurrent_layers and self.device.type == "cpu":
             use_torch_code(model)
-        self._batches_experts = self.device.type != "cpu" and getattr(config, "_experts_implementation", "") == (
-            "grouped_mm"
-        )
+        chosen = getattr(config, "_experts_implementation", None)  # either, if the weights have served before
+        self._batches_experts = self.device.type != "cpu" and chosen in ("grouped_mm", "batched_mm")
 
     @classmethod
     def load(

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from gpucheck.report import Result, Settings, say, seconds, synchronize, table
 from gpucheck.shape import NEW_TOKENS, larger_config, make_provider, model_config, random_prompt
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import device_budget
+from longgen.kv.extents import PIECE_BYTES
 from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
@@ -89,7 +92,7 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
     """Bytes of the card that other processes hold, and what a fresh process takes step by step."""
     if settings.device.type != "cuda":
         return 0, []
-    index = settings.device.index or 0
+    index = settings.device.index
     fresh = not torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]
     try:
         others, steps = context.probe(settings.device)
@@ -201,7 +204,7 @@ def _used(device: torch.device) -> int:
 
 def _pin_rate(settings: Settings) -> float:
     """Bytes a second of four pieces for each thread."""
-    size = 1 << 16 if settings.small else 256 << 20
+    size = 1 << 16 if settings.small else PIECE_BYTES
     with closing(HostSupply(open_transfer(settings.device))) as supply:
         count = 4 * supply.threads
         return count * size / seconds(lambda: supply.collect(supply.order([size] * count)), settings.device)
@@ -211,24 +214,33 @@ def _pinning(subject: Subject, settings: Settings) -> Iterator[dict[str, Any]]:
     """Prefills whose host memory is not there yet, against the same once it is; nothing stays on the device."""
     short, long = (256, 1024) if settings.small else (65_536, 262_144)
     planner = Planner(subject.planner.model, subject.planner.machine, _choices(settings, resident_blocks=0))
-    for which, tokens, early in (("short", short, True), ("short", short, False), ("long", long, True)):
-        row = {"which": which, **_cold_and_warm(planner.plan(tokens, NEW_TOKENS), subject, settings, early=early)}
-        _settle(settings.device)
-        table(PINNING, [[row[column] for column in PINNING]])
-        yield row
+    with TemporaryDirectory() as folder:
+        make_provider(settings, subject.config).model.save_pretrained(folder)
+        for which, tokens, early in (("short", short, True), ("short", short, False), ("long", long, True)):
+            plan = planner.plan(tokens, NEW_TOKENS)
+            row = {"which": which, **_cold_and_warm(planner, plan, Path(folder), settings, early=early)}
+            _settle(settings.device)
+            table(PINNING, [[row[column] for column in PINNING]])
+            yield row
 
 
-def _cold_and_warm(plan: MemoryPlan, subject: Subject, settings: Settings, *, early: bool) -> dict[str, Any]:
-    """early: pinning begins with the plan, as in `run`, while the weights are made; else with the prefill.
+def _cold_and_warm(
+    planner: Planner, plan: MemoryPlan, folder: Path, settings: Settings, *, early: bool
+) -> dict[str, Any]:
+    """early: pinning begins with the plan and a chunk is measured, as in `run`; else pinning begins with the prefill.
 
     A short request of another engine comes before it all, so that the difference is not that of first uses.
     """
     device, options = settings.device, options_of(plan, _options(settings))
-    _warm_up(Engine.over(make_provider(settings, subject.config), options), plan)
+
+    def resize(provider: Provider, options: EngineOptions) -> EngineOptions:
+        return options_of(plan_again(planner, plan, provider, options, meter_of(device, plan)), options)
+
+    _warm_up(Engine.load(folder, options), plan)
     _settle(device)
     with closing(begin_host_memory(plan, plan.tokens if early else 0, device)) as supply:
         started = time.perf_counter()
-        engine = Engine.over(make_provider(settings, subject.config), options, None, supply)
+        engine = Engine.load(folder, options, supply=supply, resize=resize if early else None)
         synchronize(device)
         lead, prompt = time.perf_counter() - started, random_prompt(plan.prompt)
         cold, warm = (seconds(lambda: engine.prefill(prompt, new_tokens=NEW_TOKENS), device) for _ in range(2))

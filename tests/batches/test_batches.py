@@ -308,8 +308,10 @@ def test_one_stretch_of_angles_holds_for_all_records_whatever_is_done_already(bu
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:1]))  # the longest is done
     assert run(tmp_path / "again", *batch(narrow, path, *flags)).code == 0
     assert untimed(out) == whole
-    sharded = run(tmp_path / "shard", *batch(narrow, path, *SHORT, "--max-len", "4K", "--shard", "3/3"))
-    assert "note: each shard takes the angles that its own longest record needs; give --rope yarn:" in sharded.err
+    sharded = batch(narrow, path, *SHORT, "--max-len", "4K", "--shard", "3/3")
+    note = "note: each shard takes the angles that its own longest record needs; give --rope yarn:"
+    assert note in run(tmp_path / "shard", *sharded).err
+    assert note not in run(tmp_path / "shard", *sharded, "--rope", "yarn:8").err
 
 
 BROKEN = '{"prompt": "x"}\n{"prompt": \n'

@@ -41,13 +41,15 @@ def opened(path: Path, ids: Sequence[str] = IDS, **others: Any) -> ResultFile:
     return ResultFile(settings(path, **others), ids, io.StringIO())
 
 
-def go_on(path: Path, bad: Sequence[str] = (), ids: Sequence[str] = IDS) -> list[str]:
-    """Does what a run does with an output; returns what it wrote."""
+def go_on(path: Path, bad: Sequence[str] = (), ids: Sequence[str] = IDS, log: list[str] | None = None) -> list[str]:
+    """Does what a run does with an output; returns what it wrote, and notes it in `log` at once."""
     with opened(path, ids) as file:
         missing = [each for each in ids if (seen := file.written(each)) is None or seen.failed]
         order = file.in_turn(missing)
         for record_id in order:
             file.write(record_id, line(record_id, "broken" if record_id in bad else None))
+            if log is not None:
+                log.append(record_id)
         file.finish()
     return order
 
@@ -94,7 +96,10 @@ def test_a_file_that_is_cut_off_at_any_byte_becomes_the_same(tmp_path: Path) -> 
     for size in range(len(content(bad="b"))):
         path.write_bytes(content(bad="b")[:size])
         whole = content(bad="b")[:size].count(b"\n")
-        assert len(go_on(path)) == len(IDS) - whole + (whole >= 2)
+        with opened(path) as file:  # a run that is killed after one more line
+            file.write(IDS[whole], line(IDS[whole]))
+        assert path.read_bytes() == content(bad="b", ids=IDS[:whole]) + line(IDS[whole])
+        assert len(go_on(path)) == len(IDS) - whole - 1 + (whole >= 2)
         assert path.read_bytes() == content()
         assert names(tmp_path) == ["out"]
 
@@ -140,7 +145,7 @@ def test_a_run_that_dies_at_any_call_is_made_good_by_the_next(
     path = tmp_path / "out"
     path.write_bytes(content(bad="ac", ids="abcd") + line("e")[:40])
     real: Callable[..., Any] = getattr(os, name)
-    left = [number]
+    left, done = [number], ["b", "d"]
 
     def dying(*arguments: Any, **named: Any) -> Any:
         left[0] -= 1
@@ -155,11 +160,11 @@ def test_a_run_that_dies_at_any_call_is_made_good_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(result_file.os, name, dying)
         try:
-            go_on(path)
+            go_on(path, log=done)
             assert left[0] >= 0
         except Killed:
             pass
-    go_on(path)
+    assert not {*go_on(path)} & {*done}  # nothing that was done is lost
     assert path.read_bytes() == content()
     assert names(tmp_path) in (["out"], ["out", "out.tmp"])
 
@@ -301,6 +306,27 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(OutputError, match=r"out cannot be written: No space left on device"):
             file.write("b", line("b"))
     assert path.read_bytes() == line("a")
+
+
+def test_ctrl_c_within_a_write_comes_after_the_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+
+    def interrupted(descriptor: int, data: Any) -> int:
+        written = real(descriptor, data[:7])
+        signal.raise_signal(signal.SIGINT)
+        return written
+
+    class Raw(io.FileIO):
+        def write(self, data: Any) -> int:
+            return interrupted(self.fileno(), data)
+
+    monkeypatch.setattr(result_file.os, "write", interrupted)
+    with opened(tmp_path / "out") as file, pytest.raises(KeyboardInterrupt):
+        file.write("a", line("a"))
+    assert (tmp_path / "out").read_bytes() == line("a")
+    with Raw(str(tmp_path / "stream"), "wb") as out, pytest.raises(KeyboardInterrupt):
+        StreamOutput(out, "standard output").write("a", line("a"))
+    assert (tmp_path / "stream").read_bytes() == line("a")
 
 
 def test_a_line_reaches_the_file_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
