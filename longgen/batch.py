@@ -16,7 +16,7 @@ from longgen.jobs import Job
 from longgen.phases import Phases
 from longgen.preparation import chosen_stretch, make_planner, opened, read_checkpoint, run_options
 from longgen.progress import TokenizingProgress
-from longgen.record_batch import run_records
+from longgen.record_batch import Judge, no_judge, run_records
 from longgen.requests import Request
 
 if TYPE_CHECKING:
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from longgen.model.tokenizer import TextTokenizer
 
 
-def run(model: str, requests: Iterable[Request], settings: Settings, out: BinaryIO, err: TextIO) -> int:
+def run(
+    model: str, requests: Iterable[Request], settings: Settings, out: BinaryIO, err: TextIO, judge: Judge = no_judge
+) -> int:
     """Answer the requests from a checkpoint (folder, hub id or short name); notices go to `err`.
 
     Without `settings.output_format` the texts go to `out` as UTF-8, as they are generated. With it every request gives
     a line, see longgen.results, in the file `settings.output` if that is set, else in `out`; requests that cannot be
-    run are lines too. Their ids must then differ, and `requests` is iterated twice.
+    run are lines too. Their ids must then differ, and `requests` is iterated twice. `judge` adds fields to the lines of
+    answers.
 
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.
@@ -42,7 +45,7 @@ def run(model: str, requests: Iterable[Request], settings: Settings, out: Binary
             settings = replace(settings, output_format=settings.output_format or "jsonl")
         if settings.output_format is None:
             return _run_texts(model, list(requests), settings, phases, out, err)
-        return run_records(model, requests, settings, phases, out, err)
+        return run_records(model, requests, settings, phases, out, err, judge)
 
 
 def _run_texts(

@@ -101,9 +101,14 @@ class Settings:
     shard: str | None = None
 
 
-def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence[str] | None]) -> Settings:
+def load_settings(
+    config: Path | None,
+    flags: Mapping[str, str | bool | Sequence[str] | None],
+    defaults: Mapping[str, Any] | None = None,
+) -> Settings:
     """Settings from the defaults, the YAML file `config` (None: no file) and flags (None or no values: not given).
 
+    defaults: values that stand in for the built-in ones of the same names.
     Raises UsageError for a file that cannot be read, an unknown name or a value that is not allowed.
     """
     values: dict[str, Any] = {}
@@ -117,7 +122,7 @@ def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence
             values[name] = _parse(name, str(value).lower(), "")
         elif value is not None and not (isinstance(value, list) and not value):
             values[name] = _parse(name, value, "")
-    return Settings(**values)
+    return Settings(**{**(defaults or {}), **values})
 
 
 def show_settings(settings: Settings) -> str:

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from longgen.kv.plan import MemoryPlan, Planner
 
 Size = tuple[int, int]  # tokens of a prompt, and the most that it may generate
+Judge = Callable[[Request, str], Mapping[str, Any]]  # fields for the line of an answer, of its text
 FAILED = 1  # the exit code where a record failed
+
+
+def no_judge(request: Request, pred: str) -> Mapping[str, Any]:
+    """Adds nothing."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,13 @@ class Failed:
 
 
 def run_records(
-    model: str, requests: Iterable[Request], settings: Settings, phases: Phases, out: BinaryIO, err: TextIO
+    model: str,
+    requests: Iterable[Request],
+    settings: Settings,
+    phases: Phases,
+    out: BinaryIO,
+    err: TextIO,
+    judge: Judge = no_judge,
 ) -> int:
     """See longgen.batch.run."""
     heads = read_heads(requests)
@@ -57,7 +69,7 @@ def run_records(
     with open_output(settings, out, list(mine), err) as output:
         checkpoint = read_checkpoint(model, settings, phases)
         checkpoint.say_template(err)
-        batch = _Batch(checkpoint, settings, mine, output, phases, err)
+        batch = _Batch(checkpoint, settings, mine, output, phases, err, judge)
         try:
             code = batch.run(requests)
         except KeyboardInterrupt:
@@ -95,9 +107,10 @@ class _Batch:
         output: Output,
         phases: Phases,
         err: TextIO,
+        judge: Judge,
     ) -> None:
         self._checkpoint, self._settings, self._heads = checkpoint, settings, heads
-        self._output, self._phases, self._err = output, phases, err
+        self._output, self._phases, self._err, self._judge = output, phases, err, judge
         self._options = run_options(checkpoint, settings, err)
         self._ready: dict[str, Job | Failed] = {}  # what is to be done
         self._sizes: dict[str, Size] = {}  # of what is done and of what can be
@@ -253,15 +266,17 @@ class _Batch:
         got = answer(engine, self._checkpoint.tokenizer, job, self._options, pieces.append, self._err)
         place = f"{self._good + self._bad + 1:,}/{len(self._heads):,} "
         say_answer(job, got, self._options, self._err, place)
+        pred = "".join(pieces)
         return Result(
             job.request,
             self._heads[job.request.id].prompt_hash,
-            pred="".join(pieces),
+            pred=pred,
             finish_reason=got.finish_reason,
             prompt_tokens=len(job.prompt),
             generated_tokens=got.generated,
             settings=self._described(job.request),
             timings=_timings(len(job.prompt), got),
+            judgement=self._judge(job.request, pred),
         )
 
     def _failure(self, item: Failed) -> Result:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from longgen.requests import Request
@@ -24,6 +24,7 @@ class Result:
     finish_reason: stop, length or error.   error: why it failed; None if it did not.
     prompt_tokens: None if the record failed before it had any.   generated_tokens: of the answer.
     settings: in effect, by name; None if they were not allowed.   timings: seconds; None if it failed.
+    judgement: what else its line says of the answer.
     """
 
     request: Request
@@ -35,6 +36,7 @@ class Result:
     generated_tokens: int = 0
     settings: Mapping[str, Any] | None = None
     timings: Mapping[str, float | None] | None = None
+    judgement: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def _own(result: Result) -> dict[str, Any]:
     fields = {"id": result.request.id, **result.request.fields}
     return fields | {
         "pred": result.pred,
+        **result.judgement,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": result.generated_tokens,
