@@ -17,6 +17,7 @@ import longgen
 from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.requests import read_requests
+from longgen.startup import import_libraries
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -141,6 +142,7 @@ def run(
         if model is None or not prompt:
             raise UsageError(f"give {'--model' if model is None else '--prompt'}; longgen run --help explains both")
         requests = read_requests(prompt, sys.stdin.buffer if sys.stdin else None, settings.encoding_errors)
+        import_libraries()
 
         from longgen import batch
 
