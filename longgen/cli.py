@@ -18,6 +18,7 @@ from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.evaluation.haystack import Kind
 from longgen.records import open_prompts
+from longgen.startup import import_libraries
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -168,6 +169,7 @@ def run(
         if model is None or not prompt:
             raise UsageError(f"give {'--model' if model is None else '--prompt'}; longgen run --help explains both")
         requests, settings = open_prompts(prompt, sys.stdin.buffer if sys.stdin else None, settings)
+        import_libraries()
 
         from longgen import batch
 
