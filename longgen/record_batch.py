@@ -127,13 +127,15 @@ class _Batch:
     def run(self, requests: Iterable[Request]) -> int:
         """Does what is to be done. Returns the exit code."""
         if self._done:
-            print(f"longgen: {self.state}; going on with the others", file=self._err)
+            rest = "going on with the others" if len(self._done) < len(self._heads) else "nothing is left to do"
+            print(f"longgen: {self.state}; {rest}", file=self._err)
         self._get_ready(requests)
         if any(isinstance(item, Job) for item in self._ready.values()):
             self._answer_all()
         else:
             self._write_all(None)
-        print(f"longgen: {self.state}", file=self._err)
+        if len(self._done) < len(self._heads):
+            print(f"longgen: {self.state}", file=self._err)
         return FAILED if self._bad else 0
 
     def _finished(self, record_id: str) -> Written | None:

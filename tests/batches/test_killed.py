@@ -133,6 +133,7 @@ def test_other_settings_are_told_and_finished_records_stay(tiny: Path, tmp_path:
         "max_new_tokens 3, now 4; --overwrite does them anew\n"
     ) in done.err
     assert (done.code, out.read_bytes()) == (0, before)
+    assert "longgen: 2 of 2 records are done; nothing is left to do\n" in done.err
 
 
 def test_an_output_that_is_there_is_refused_or_replaced_where_asked(tiny: Path, tmp_path: Path) -> None:
