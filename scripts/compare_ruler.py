@@ -18,7 +18,6 @@ from typing import Any
 
 from compare_with_transformers import Comparison, compare, longgen_answers, note, transformers_answers
 from prose_prompts import Prompt
-from ruler.records import prompt_ids
 from ruler.tasks import metric
 from transformers import AutoTokenizer
 
@@ -70,7 +69,7 @@ def compare_file(
     chat = tokenizer.has_chat_template if args.chat is None else args.chat
     prompts = []
     for record in records:
-        ids = prompt_ids(tokenizer, record["input"], record["answer_prefix"], chat)
+        ids = tokenizer.encode_prompt(record["input"], chat, opening=record["answer_prefix"]).ids
         prompts.append(
             Prompt(f"{file.parent.name} {file.stem} {record['index']}", record["input"], tuple(ids.tolist()))
         )

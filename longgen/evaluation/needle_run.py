@@ -1,15 +1,14 @@
-"""`longgen eval needle`: prompts made, answered and scored; a line of JSON for each, a table, and a heat map."""
+"""`longgen eval needle`: prompts made, answered as a batch and scored; a table, and a heat map."""
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from longgen.config import Settings
-from longgen.errors import LongGenError, UsageError
 from longgen.evaluation.haystack import Kind, NeedlePrompt, even_depths, make_prompts
 from longgen.evaluation.score_grid import check_plot, draw, table
 from longgen.evaluation.scoring import string_match_all
@@ -24,63 +23,46 @@ class NeedleOptions:
     """What `eval needle` is asked for.
 
     lengths: tokens of the prompts.   depths: how many depths at each length.
-    output: file of the results; None is standard output.   plot: file of the heat map; None draws none.
-    inputs: whether the results hold the prompts.   overwrite: whether an output that exists is replaced.
+    plot: file of the heat map; None draws none.   inputs: whether the results hold the prompts.
     """
 
     lengths: tuple[int, ...]
     depths: int = 10
     kind: Kind = Kind.passkey
-    output: Path | None = None
     plot: Path | None = None
     inputs: bool = True
-    overwrite: bool = False
 
 
 def run(model: str, options: NeedleOptions, settings: Settings, out: BinaryIO, err: TextIO) -> int:
-    """Runs it: results to the output or `out`, table and notices to `err`. Returns 1 if a request failed, else 0.
+    """Runs it as a batch of records: results to `settings.output` or `out`, table and notices to `err`.
 
-    What is wrong with the files and the lengths is found before weights are loaded.
-
-    Raises LongGenError for what is wrong with the run as a whole.
+    Returns the exit code of the batch. Raises LongGenError for what is wrong with the run as a whole; with the files
+    and the lengths, before weights are loaded.
     """
-    options = replace(options, lengths=tuple(sorted(set(options.lengths))))
     if options.plot is not None:
         check_plot(options.plot)
-    check_output(options)
     prompts = _prompts(model, options, settings)
+    scores: dict[str, float | None] = {}
 
-    from longgen.evaluation.request_loop import answers
+    def judge(request: Request, pred: str) -> Mapping[str, Any]:
+        scores[request.id] = string_match_all(pred, request.fields["outputs"])
+        return {"score": scores[request.id]}
 
-    scores: dict[tuple[int, float], float | None] = {}
-    requests = [Request(str(prompt.index), _described(prompt), prompt.input) for prompt in prompts]
-    with ExitStack() as stack:
-        found = stack.enter_context(closing(answers(model, requests, settings, err)))
-        for prompt, answer in zip(prompts, found, strict=True):
-            if options.output is not None and not scores:  # not before the model is loaded
-                out = stack.enter_context(_opened(options.output))
-            failed = answer.finish_reason == "error"
-            score = None if failed else string_match_all(answer.text, prompt.outputs)
-            _write(out, _record(prompt, answer.text, answer.finish_reason, score, options.inputs))
-            scores[prompt.wanted, prompt.depth] = score
-    print(table(scores), file=err)
+    from longgen import batch
+
+    # Nothing may be left out: no prompt of the grid, and nothing of a prompt.
+    settings = replace(settings, output_format="jsonl", shard=None, truncate=None)
+    code = batch.run(model, [_request(prompt, options.inputs) for prompt in prompts], settings, out, err, judge)
+    if settings.output is not None and Path(settings.output).is_file():
+        scores = _written_scores(Path(settings.output))  # those of an earlier run too
+    grid = {(prompt.wanted, prompt.depth): scores.get(str(prompt.index)) for prompt in prompts}
+    print(table(grid), file=err)
     if options.plot is not None:
-        draw(options.plot, f"{Path(model).name or model}: {options.kind.words}", scores)
-    return LongGenError.exit_code if None in scores.values() else 0
+        draw(options.plot, f"{Path(model).name or model}: {options.kind.words}", grid)
+    return code
 
 
-def check_output(options: NeedleOptions) -> None:
-    """Raises UsageError if the results cannot go where they should."""
-    if (path := options.output) is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        problem = "it is a folder" if path.is_dir() else "its folder is not there"
-        raise UsageError(f"--output {path} cannot be written: {problem}")
-    if path.exists() and not options.overwrite:
-        raise UsageError(f"--output {path} exists; give another file, or --overwrite to replace it")
-
-
-def _prompts(model: str, options: NeedleOptions, settings: Settings) -> list[NeedlePrompt]:
+def _prompts(model: str, options: NeedleOptions, settings: Settings) -> Sequence[NeedlePrompt]:
     from longgen.model.checkpoint import resolve_checkpoint
     from longgen.model.quiet import quiet_transformers
     from longgen.model.tokenizer import TextTokenizer
@@ -88,43 +70,27 @@ def _prompts(model: str, options: NeedleOptions, settings: Settings) -> list[Nee
     with quiet_transformers():
         tokenizer = TextTokenizer.load(resolve_checkpoint(checkpoint_name(model)))
         chat = tokenizer.has_chat_template if settings.chat is None else settings.chat
-        depths = even_depths(options.depths)
-        return list(make_prompts(tokenizer, chat, options.kind, options.lengths, depths, settings.seed))
+        lengths, depths = sorted(set(options.lengths)), even_depths(options.depths)
+        return list(make_prompts(tokenizer, chat, options.kind, lengths, depths, settings.seed))
 
 
-def _described(prompt: NeedlePrompt) -> str:
-    return f"needle {prompt.index}, {prompt.length:,} tokens, at {prompt.depth:.0%}"
-
-
-def _record(
-    prompt: NeedlePrompt, pred: str, finish_reason: str | None, score: float | None, inputs: bool
-) -> dict[str, object]:
-    """A line of the results, with RULER's names for what RULER has too."""
-    return {
+def _request(prompt: NeedlePrompt, inputs: bool) -> Request:
+    """The request of a prompt; the fields of its result have RULER's names where RULER has them too."""
+    fields = {
         "index": prompt.index,
         **({"input": prompt.input} if inputs else {}),
         "outputs": list(prompt.outputs),
         "length": prompt.length,
         "depth": round(prompt.depth, 6),
         "kind": prompt.kind.value,
-        "pred": pred,
-        "finish_reason": finish_reason,
-        "score": score,
+        "score": None,  # until it is judged
     }
+    source = f"needle of {prompt.length:,} tokens at {prompt.depth:.0%}"
+    return Request(str(prompt.index), source, prompt.input, fields=fields)
 
 
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return open(path, "wb")
-    except OSError as error:
-        raise LongGenError(f"--output {path} cannot be written: {error.strerror or error}") from error
-
-
-def _write(out: BinaryIO, record: dict[str, object]) -> None:
-    try:
-        out.write(json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n")
-        out.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise LongGenError(f"the results cannot be written: {error.strerror or error}") from error
+def _written_scores(path: Path) -> dict[str, float | None]:
+    """The scores of a file of results, by id."""
+    with open(path, encoding="utf-8", newline="\n") as file:
+        records = map(json.loads, file)
+        return {record["id"]: record.get("score") for record in records}

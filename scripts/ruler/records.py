@@ -6,19 +6,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from longgen.errors import UsageError
 from longgen.evaluation.fitting import Fit, fit
 from longgen.model.tokenizer import TextTokenizer
 from ruler.sample import Sample, Task
-
-
-def prompt_ids(tokenizer: TextTokenizer, text: str, answer_prefix: str, chat: bool) -> torch.Tensor:
-    """Token ids of a prompt and of what its answer begins with, int32 [n]; in a chat the prefix opens the answer."""
-    if not chat:
-        return tokenizer.encode(text + answer_prefix, chat=False)
-    return torch.cat((tokenizer.encode(text, chat=True), tokenizer.encode(answer_prefix, chat=False)))
 
 
 def make_records(
@@ -40,7 +31,7 @@ def make_records(
             "index": index,
             "input": sample.input,
             "outputs": list(sample.outputs),
-            "length": len(prompt_ids(tokenizer, sample.input, sample.answer_prefix, chat=False)) + task.budget,
+            "length": prompt_tokens(tokenizer, sample, chat=False) + task.budget,
             "length_w_model_temp": found.tokens + task.budget,
             "answer_prefix": sample.answer_prefix,
             "max_new_tokens": task.budget,
@@ -53,14 +44,10 @@ def _fitted(
     tokenizer: TextTokenizer, chat: bool, name: str, task: Task, length: int, seed: str, guess: int
 ) -> Fit[Sample]:
     """The longest sample that fits, and its prompt's tokens. guess: its size."""
-
-    def count(sample: Sample) -> int:
-        return len(prompt_ids(tokenizer, sample.input, sample.answer_prefix, chat))
-
     try:
         return fit(
             lambda size: task.write(random.Random(seed), size),
-            count,
+            lambda sample: prompt_tokens(tokenizer, sample, chat),
             length - task.budget,
             smallest=task.smallest,
             guess=guess,
@@ -69,3 +56,8 @@ def _fitted(
         raise UsageError(
             f"{length:,} tokens are too few for {name}, {task.budget} of them for the answer: {error}"
         ) from None
+
+
+def prompt_tokens(tokenizer: TextTokenizer, sample: Sample, chat: bool) -> int:
+    """Tokens of a prompt and of what its answer begins with."""
+    return len(tokenizer.encode_prompt(sample.input, chat, opening=sample.answer_prefix).ids)

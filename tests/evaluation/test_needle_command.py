@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longgen.config import Settings
-from longgen.evaluation import needle_run, request_loop
 from longgen.evaluation.haystack import Kind
-from longgen.evaluation.request_loop import Answer
 from longgen.model.checkpoint import resolve_checkpoint
 from longgen.model.tokenizer import TextTokenizer
 from tests.checkpoints import Build
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 DEMO = ("--model", "demo", "--device", "cpu")
-FIELDS = ["index", "input", "outputs", "length", "depth", "kind", "pred", "finish_reason", "score"]
+FIELDS = ["id", "index", "input", "outputs", "length", "depth", "kind", "score", "pred", "finish_reason"]
 
 
 def _needle(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +44,7 @@ def test_the_demo_checkpoint_answers_every_prompt(tmp_path: Path, kind: str) -> 
         (length, depth) for length in (700, 2048) for depth in (0, 0.5, 1)
     ]
     for index, record in enumerate(records):
-        assert list(record) == FIELDS and record["index"] == index and record["kind"] == kind
+        assert list(record)[: len(FIELDS)] == FIELDS and record["index"] == index and record["kind"] == kind
         assert len(tokenizer.encode(record["input"], chat=True)) == record["length"]
         assert record["pred"].strip() == record["outputs"][0] and record["finish_reason"] == "stop"
         assert record["score"] == 1
@@ -76,12 +71,10 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_loads(tmp_path: Path)
         (["--lengths", "4K"], "give --model"),
         (["--model", "demo"], "give --lengths"),
         (["--model", "demo", "--lengths", "4K,x"], "'x' is not a length"),
-        (["--model", "demo", "--lengths", "4K", "--output", str(tmp_path / "there.jsonl")], "exists; give another"),
-        (["--model", "demo", "--lengths", "4K", "--output", str(tmp_path / "no" / "a")], "its folder is not there"),
-        (["--model", "demo", "--lengths", "4K", "--output", str(tmp_path)], "it is a folder"),
+        (["--model", "demo", "--lengths", "4K", "--output", str(tmp_path / "there.jsonl")], "line 1 is no result of"),
+        (["--model", "demo", "--lengths", "4K", "--output", str(tmp_path / "no" / "a")], "cannot be opened"),
         (["--model", "demo", "--lengths", "4K", "--plot", "map.pdf"], "give a name that ends in .png"),
         (["--model", "demo", "--lengths", "64"], "a length of 64 is too short for the needles"),
-        (["--model", "demo", "--lengths", "2K", "--max-len", "1K"], "which is more than --max-len, 1,024"),
     ):
         done = _needle(*flags)
         errors = done.stderr.splitlines()
@@ -103,49 +96,33 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_loads() -> None:
     )
 
 
-class Flushes(io.BytesIO):
-    """Standard output that keeps what it held at every flush."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[bytes] = []
-
-    def flush(self) -> None:
-        self.seen.append(self.getvalue())
-
-
-def _answered(monkeypatch: pytest.MonkeyPatch, texts: list[str], reasons: list[str]) -> tuple[int, Flushes, str]:
-    """Runs two prompts whose answers are given; `{}` in one stands for the number that is right."""
-
-    def answers(model: str, requests: Any, settings: Settings, err: Any) -> Iterator[Answer]:
-        for request, text, reason in zip(requests, texts, reasons, strict=True):
-            number = request.text.partition("The pass key is ")[2].partition(".")[0]
-            yield Answer(request, text.format(number), reason)
-
-    monkeypatch.setattr(request_loop, "answers", answers)
-    out, err = Flushes(), io.StringIO()
-    options = needle_run.NeedleOptions((500,), depths=2)
-    return needle_run.run("demo", options, Settings(), out, err), out, err.getvalue()
-
-
-def test_scores_are_string_matches_and_every_line_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = _answered(monkeypatch, ["I say {}!", "12345678"], ["stop", "length"])
-    assert code == 0
-    assert [record["score"] for record in _records(out.getvalue().decode())] == [1, 0]
-    assert [seen.count(b"\n") for seen in out.seen] == [1, 2]
-    assert [line.split() for line in err.splitlines()] == [
-        ["depth", "500"],
-        ["0%", "100"],
-        ["100%", "0"],
-        ["mean", "50"],
+def test_what_is_done_is_not_done_again_and_counts_in_the_table(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    flags = ["--lengths", "700", "--depths", "3", "--no-inputs", "--output", str(output)]
+    assert _needle(*DEMO, *flags).returncode == 0
+    lines = output.read_bytes().splitlines(keepends=True)
+    wrong = lines[0].replace(b'"score": 1.0', b'"score": 0.0')
+    output.write_bytes(wrong + lines[1] + lines[2][:50])  # killed while it wrote
+    done = _needle(*DEMO, *flags)
+    assert done.returncode == 0 and "2 of 3 records are done" in done.stderr
+    records = _records(output.read_text("utf-8"))
+    assert [(record["index"], record["score"]) for record in records] == [(0, 0), (1, 1), (2, 1)]
+    assert [line.split() for line in done.stderr.splitlines()[-4:]] == [
+        ["0%", "0"],
+        ["50%", "100"],
+        ["100%", "100"],
+        ["mean", "67"],
     ]
+    done = _needle(*DEMO, *flags, "--no-resume")
+    assert done.returncode == 2 and "is there already" in done.stderr
 
 
-def test_a_request_that_failed_has_no_score_and_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = _answered(monkeypatch, ["", "{}"], ["error", "stop"])
-    assert code == 1
-    assert [(r["score"], r["finish_reason"]) for r in _records(out.getvalue().decode())] == [
-        (None, "error"),
-        (1, "stop"),
-    ]
-    assert [line.split() for line in err.splitlines()][1:] == [["0%", "failed"], ["100%", "100"], ["mean", "failed"]]
+def test_a_prompt_that_failed_has_no_score_and_the_exit_code_says_so() -> None:
+    done = _needle(*DEMO, "--lengths", "700,2K", "--depths", "1", "--max-len", "1K", "--no-inputs")
+    assert done.returncode == 1
+    first, failed = _records(done.stdout)
+    assert (first["score"], first["finish_reason"]) == (1, "stop")
+    assert (failed["score"], failed["finish_reason"], failed["pred"]) == (None, "error", "")
+    assert "2,048 tokens" in failed["error"]
+    rows = [line.split() for line in done.stderr.splitlines()[-3:]]
+    assert rows == [["depth", "700", "2,048"], ["50%", "100", "failed"], ["mean", "100", "failed"]]

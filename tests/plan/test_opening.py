@@ -87,21 +87,31 @@ def test_resident_blocks_are_cut_from_what_a_measured_chunk_leaves(build: Build,
     assert torch.equal(Engine.over(provider, options).prefill(ids), expected)
 
 
+def test_a_plan_with_room_to_spare_is_not_measured(build: Build) -> None:
+    folder = build("qwen3")
+    planner, meter = tiny_planner(folder, 8 * GIB), FakeMeter(1 << 20, 1 << 20)
+    plan = planner.plan(50, 10)
+    assert plan.roomy and not planner.plan(100, 10).roomy  # two chunks
+    assert plan_again(planner, plan, load(folder), OPTIONS, meter) is plan and meter.settled == 0
+    tight = tiny_planner(folder, 900 << 20).plan(50, 10)
+    assert tight.resident_blocks == 4 and not tight.roomy
+
+
 def test_a_chunk_of_the_planned_size_is_run_after_a_block_and_before_a_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider, passes = load(build("qwen3")), []
-    forward = provider.forward
+    provider, passes, forward = load(build("qwen3")), [], Provider.forward
 
-    def noted(pass_: Pass, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def noted(self: Provider, pass_: Pass, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         passes.append(ids.shape[1])
-        return forward(pass_, ids, *rest)
+        return forward(self, pass_, ids, *rest)
 
-    monkeypatch.setattr(provider, "forward", noted)
+    monkeypatch.setattr(Provider, "forward", noted)
     meter = FakeMeter(5000, 300)
     use = measure_use(provider, replace(OPTIONS, chunk_size=64, resident_blocks=9), meter)
-    assert passes == [16, 64, 1]
-    assert use == MeasuredUse(runtime=300, allocator=70, activations=5000)
+    assert passes == [16, 64, 1, 12, 1, 1, 1, 1]  # for memory, then for time
+    assert use.step_seconds is not None and use.step_seconds > 0
+    assert replace(use, step_seconds=None) == MeasuredUse(runtime=300, allocator=70, activations=5000)
     assert meter.settled == 2
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.ruler.solving import solve_niah, solve_tracking
+from tests.ruler.solving import solve_niah
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -156,24 +156,22 @@ def _batches_are_there() -> bool:
 def test_the_shell_script_makes_answers_and_scores_the_whole_table(tmp_path: Path) -> None:
     if not _batches_are_there():
         pytest.skip("longgen run has no --output yet")
-    flags = ("--samples", "2", "--tasks", "niah_single_1,vt", "--out", tmp_path, "--device", "cpu", "--raw")
-    command = (SCRIPTS / "run_ruler.sh", "demo", "1.5k,2K", *flags)
+    flags = ("--samples", "2", "--tasks", "niah_multiquery", "--out", tmp_path, "--device", "cpu", "--raw")
+    command = (SCRIPTS / "run_ruler.sh", "demo", "1.8k,2K", *flags)
     done = _script(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert list(report["average"]) == ["1500", "2048"] and report["failed"] == 0
-    assert report["tasks"]["niah_single_1"]["2048"] == {"score": 100, "samples": 2, "failed": 0}
-    for length in ("1500", "2048"):
-        for name in ("niah_single_1", "vt"):
-            data = _records(tmp_path / "data" / length / f"{name}.jsonl")
-            results = _records(tmp_path / "results" / length / f"{name}.jsonl")
-            assert [r["outputs"] for r in results] == [r["outputs"] for r in data]
-            solve: Any = solve_niah if name == "niah_single_1" else solve_tracking
-            found = [
-                sum(o.lower() in r["pred"].lower() for o in solve(d["input"]))
-                for r, d in zip(results, data, strict=True)
-            ]
-            assert report["tasks"][name][length]["score"] == 100 * sum(found) / sum(len(d["outputs"]) for d in data)
+    assert list(report["average"]) == ["1800", "2048"] and report["failed"] == 0
+    for length, cell in report["tasks"]["niah_multiquery"].items():
+        data = _records(tmp_path / "data" / length / "niah_multiquery.jsonl")
+        results = _records(tmp_path / "results" / length / "niah_multiquery.jsonl")
+        assert [result["outputs"] for result in results] == [record["outputs"] for record in data]
+        assert [result["settings"]["max_new_tokens"] for result in results] == [128, 128]
+        prompts = [record["length"] - 128 for record in data]
+        assert [result["prompt_tokens"] for result in results] == prompts
+        pairs = list(zip(results, data, strict=True))
+        found = [sum(output in result["pred"] for output in solve_niah(record["input"])) for result, record in pairs]
+        assert cell == {"score": round(100 * sum(found) / 8, 2), "samples": 2, "failed": 0}
     again = _script(*command)
     assert (again.returncode, again.stdout) == (0, done.stdout)
 
