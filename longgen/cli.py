@@ -16,7 +16,7 @@ import typer
 import longgen
 from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
-from longgen.requests import read_requests
+from longgen.records import open_prompts
 from longgen.startup import import_libraries
 
 EXIT_INTERRUPTED = 130
@@ -64,7 +64,12 @@ def run(
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE|-", help="Text file, or - for standard input. May be repeated. Required."),
+        typer.Option(
+            "--prompt",
+            "-f",
+            metavar="FILE|-",
+            help="Text file, .jsonl file of records, or - for standard input. May be repeated. Required.",
+        ),
     ] = None,
     max_len: Annotated[
         str | None,
@@ -128,11 +133,29 @@ def run(
     ] = None,
     stats: Annotated[bool | None, typer.Option(help="Print the figures of every request and of the run.")] = None,
     scrub: Annotated[bool | None, typer.Option(help="Overwrite a request's KV in memory when it ends.")] = None,
+    prompt_format: Annotated[
+        str | None,
+        typer.Option(metavar="auto|text|jsonl", help="Of the prompts. Default: auto, JSONL where the name ends so."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A line of JSON for every prompt goes there. One that is there is resumed."),
+    ] = None,
+    output_format: Annotated[
+        str | None, typer.Option(metavar="jsonl|openai", help="Of results. Default: jsonl for a batch, else text.")
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume/--no-resume", help="Go on with an output that is there, or refuse it.")
+    ] = None,
+    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="Replace an output that is there.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only every N-th record, from the I-th on. For job arrays.")
+    ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the settings as they would hold, as YAML, and exit.")
     ] = False,
 ) -> None:
-    """Answer prompts: the text streams to standard output, everything else goes to standard error."""
+    """Answer prompts: text, or a line for each record, to standard output; everything else to standard error."""
     given = locals()
     with _stopping():
         settings = load_settings(config, {setting.name: given[setting.name] for setting in fields(Settings)})
@@ -141,7 +164,7 @@ def run(
             return
         if model is None or not prompt:
             raise UsageError(f"give {'--model' if model is None else '--prompt'}; longgen run --help explains both")
-        requests = read_requests(prompt, sys.stdin.buffer if sys.stdin else None, settings.encoding_errors)
+        requests, settings = open_prompts(prompt, sys.stdin.buffer if sys.stdin else None, settings)
         import_libraries()
 
         from longgen import batch

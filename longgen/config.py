@@ -30,6 +30,7 @@ _LENGTH = re.compile(r"([1-9][0-9]{0,17})([kKmM]?)")
 _DECIMAL = re.compile(r"((?:0|[1-9][0-9]{0,17})\.[0-9]{1,18})([km])")
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_SHARD = re.compile(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
 _NULL = "tag:yaml.org,2002:null"
 _LENGTH_HELP = (
     "write a whole number of tokens above 0, such as 4096, 4k (4,000), 4K (4,096), 25.6k, 2m or 4M (4,194,304)"
@@ -60,6 +61,12 @@ class Settings:
     stop: strings that end a text; None is none.
     stats: whether to print the figures of every request and of the run.
     scrub: whether to overwrite a request's KV in host memory when it ends.
+    prompt_format: "auto" (JSONL where the name says so), "text" or "jsonl".
+    output: path of a file for the results; None is standard output.
+    output_format: "jsonl" or "openai", a result in a line; None is plain text for text prompts.
+    resume: whether to go on with an output that is there; else it is refused.
+    overwrite: whether to replace an output that is there.
+    shard: "I/N", the I-th of N parts of the records; None is all of them.
     """
 
     max_len: int | None = None
@@ -86,6 +93,12 @@ class Settings:
     stop: tuple[str, ...] | None = None
     stats: bool = False
     scrub: bool = False
+    prompt_format: str = "auto"
+    output: str | None = None
+    output_format: str | None = None
+    resume: bool = True
+    overwrite: bool = False
+    shard: str | None = None
 
 
 def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence[str] | None]) -> Settings:
@@ -113,6 +126,8 @@ def show_settings(settings: Settings) -> str:
     for name in ("gpu_memory", "cpu_memory"):
         if values[name] is not None:
             values[name] = write_bytes_or_fraction(values[name])
+    if settings.output is not None:
+        values["output"] = _quoted(settings.output)
     return "".join(f"{name}: {_written(value)}\n" for name, value in values.items())
 
 
@@ -142,8 +157,8 @@ def sampling_settings(settings: Settings, checkpoint: Mapping[str, Any]) -> Samp
         samples = _checkpoint_value("do_sample", checkpoint.get("do_sample") or False)
         values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
     given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    chosen = SamplingSettings(**{**values, **given})
-    idle = [name for name in ("top_k", "top_p", "min_p") if name in given]
+    chosen, off = SamplingSettings(**{**values, **given}), SamplingSettings()
+    idle = [name for name in ("top_k", "top_p", "min_p") if name in given and given[name] != getattr(off, name)]
     if chosen.greedy and idle and settings.temperature is None:
         raise UsageError(f"{idle[0]} has no effect on greedy decoding; give a temperature above 0 too, such as 0.7")
     return chosen
@@ -210,6 +225,25 @@ def _stop_strings(texts: str | Sequence[str]) -> tuple[str, ...]:
     return stops
 
 
+def _path(text: str) -> str:
+    if text:
+        return text
+    raise UsageError("the name of a file is empty")
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(2, 8) from "2/8". Raises UsageError."""
+    match = _SHARD.fullmatch(text)
+    if match and int(match[1]) <= int(match[2]):
+        return int(match[1]), int(match[2])
+    raise UsageError(f"{text!r} is not a shard; write I/N, from 1/N to N/N, such as 2/8")
+
+
+def _shard(text: str) -> str:
+    parse_shard(text)
+    return text
+
+
 def _word(*words: str, pattern: str = "", hint: str = "") -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text in words or (pattern and re.fullmatch(pattern, text)):
@@ -245,6 +279,12 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "stop": _stop_strings,
         "stats": _switch,
         "scrub": _switch,
+        "prompt_format": _word("auto", "text", "jsonl"),
+        "output": _path,
+        "output_format": _word("jsonl", "openai"),
+        "resume": _switch,
+        "overwrite": _switch,
+        "shard": _shard,
     }
 )
 

@@ -114,8 +114,8 @@ def plan_again(
 
 
 def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
-    """Seconds of a decode step after the tokens ids [n], the first one left out."""
-    engine.prefill(ids, new_tokens=1 + STEPS)
+    """Seconds of a decode step that reads no run: of the first of ids [n], after the others, all in the open block."""
+    engine.prefill(ids[1:], new_tokens=1 + STEPS)
     engine.decode_step(int(ids[0]))
     transfer, seconds = engine.store.transfer, []
     for _ in range(STEPS):
@@ -129,7 +129,7 @@ def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
 
 def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) -> MeasuredUse:
     """Runs a block, a chunk after it and a token in an engine with the smallest ring and nothing resident, then some
-    tokens after a block for the time of one."""
+    tokens in an open block for the time of one."""
     meter.settle()
     supply = HostSupply(open_transfer(provider.device, warns=False))
     with shortage_reported("measuring a chunk", provider.device):
@@ -142,7 +142,7 @@ def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) 
         engine.extend(ids[options.block_size :])
         engine.decode_step(int(ids[0]))
         peak, reserved = meter.peak(), meter.reserved()
-        step = _step_seconds(engine, ids[: options.block_size])
+        step = _step_seconds(engine, ids[: max(2, options.block_size - STEPS)])
         engine.reset()
     engine.close()
     use = MeasuredUse(meter.outside(), max(0, reserved - peak), peak - before, step)

@@ -41,7 +41,7 @@ def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
         (model, tokens) for model in ("qwen3-0.6b", "qwen2.5-7b") for tokens in (256, 512, 1024)
     ]
     assert all(row["host_bytes"] == row["kv"] for row in planned["rows"])
-    assert [row["begun"] for row in planned["pinning"]] == ["with the plan", "with the prefill", "with the plan"]
+    assert [row["begun"] for row in planned["pinning"]] == ["before", "with the plan", "with the prefill"] * 2
     assert len(planned["refusals"]) == 1 and not planned["missed"]
     speed = result["sections"]["speed"]["rows"]
     assert [(row["tokens"], row["resident_blocks"]) for row in speed] == [(256, 0), (1024, 0), (1024, 65)]

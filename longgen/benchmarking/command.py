@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 import torch
 
-from longgen.batch import engine_options
 from longgen.benchmarking.ceilings import Ceilings, measure_ceilings
 from longgen.benchmarking.measuring import bench_tokens, measure_length
 from longgen.benchmarking.plot import check_plot, draw
@@ -31,6 +30,7 @@ from longgen.model.provider import Provider
 from longgen.model.quiet import quiet_transformers
 from longgen.opening import meter_of, options_of, plan_again
 from longgen.planning import Limits, device_rates, hold_to, run_machine, summary
+from longgen.preparation import engine_options
 
 LONG_TOKENS = 512 << 10  # from here on one run is enough, and takes long enough
 USUAL_REPEATS = 3

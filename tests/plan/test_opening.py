@@ -109,7 +109,7 @@ def test_a_chunk_of_the_planned_size_is_run_after_a_block_and_before_a_token(
     monkeypatch.setattr(Provider, "forward", noted)
     meter = FakeMeter(5000, 300)
     use = measure_use(provider, replace(OPTIONS, chunk_size=64, resident_blocks=9), meter)
-    assert passes == [16, 64, 1, 16, 1, 1, 1, 1]  # for memory, then for time
+    assert passes == [16, 64, 1, 12, 1, 1, 1, 1]  # for memory, then for time
     assert use.step_seconds is not None and use.step_seconds > 0
     assert replace(use, step_seconds=None) == MeasuredUse(runtime=300, allocator=70, activations=5000)
     assert meter.settled == 2
