@@ -140,10 +140,14 @@ class HostCache:
     @property
     def nbytes(self) -> int:
         """Host memory held now: in use, made ahead, and in the pool."""
-        used = [memory for extents in self._extents for extent in extents for memory in extent.memories]
-        ahead = [piece.memory for slot_id in range(len(self._coming)) for piece in self._pieces_ahead(slot_id)]
-        held = (memory.numel() for memory in (*used, *self.pool(), *ahead) if memory is not None)
-        return sum(held) + self._supply.prepared_bytes
+        slots = sum(self.slot_bytes(slot_id) for slot_id in range(len(self._extents)))
+        return slots + sum(memory.numel() for memory in self.pool()) + self._supply.prepared_bytes
+
+    def slot_bytes(self, slot_id: int) -> int:
+        """Host memory of one slot: its extents, and what is made ahead for it."""
+        used = [memory for extent in self._extents[slot_id] for memory in extent.memories]
+        ahead = [piece.memory for piece in self._pieces_ahead(slot_id)]
+        return sum(memory.numel() for memory in (*used, *ahead) if memory is not None)
 
     def _end(self, slot_id: int) -> int:
         """The first block that no extent of the slot holds."""

@@ -84,6 +84,10 @@ class KVStore:
         """Host memory held for KV now, what is made ahead and what was returned included, in bytes."""
         return self._parts.host.nbytes
 
+    def slot_host_bytes(self, slot_id: int) -> int:
+        """Host memory held for a slot's request now, what is made ahead included, in bytes."""
+        return self._parts.host.slot_bytes(self.slots[slot_id].id)
+
     def length(self, slot_id: int) -> int:
         """Tokens in a slot."""
         return self.slots[slot_id].length
