@@ -110,7 +110,7 @@ class SlotManager:
 
     def holds(self, ticket: Ticket) -> bool:
         """Whether the request with this ticket is still in its slot."""
-        return ticket.slot_id < len(self.allocator) and self.allocator[ticket.slot_id].ticket is ticket
+        return any(place.ticket is ticket for place in self.allocator)  # of a slot that is unknown, nothing is
 
     def check(self, ticket: Ticket) -> None:
         """Raises SlotError unless the request with this ticket is still in its slot."""

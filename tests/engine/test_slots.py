@@ -113,6 +113,8 @@ MISUSE: list[tuple[str, Misuse]] = [
     ("slot 9 is unknown", lambda engine: engine.snapshot(9)),
     ("slot 1.0 is unknown", lambda engine: engine.snapshot(1.0)),  # type: ignore[arg-type]
     ("slot None is unknown", lambda engine: engine.prefill(PROMPT, None)),  # type: ignore[arg-type]
+    ("slot None is unknown", lambda engine: list(generate(engine, None))),  # type: ignore[arg-type]
+    ("slot -1 is unknown", lambda engine: list(generate(engine, -1))),
     ("the number of slots cannot change to 3: slot 0 belongs to request 'a'", lambda e: e.allocate_batch_slots(3)),
 ]
 
