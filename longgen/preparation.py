@@ -18,6 +18,7 @@ from longgen.phases import Phases
 if TYPE_CHECKING:
     from longgen.engine import Engine, EngineOptions
     from longgen.kv.plan import MemoryPlan, Planner
+    from longgen.kv.supply import HostSupply
     from longgen.model.checkpoint import CheckedFolder
     from longgen.model.provider import Provider
     from longgen.model.tokenizer import TextTokenizer
@@ -155,7 +156,7 @@ def opened(
     phases.end("plan")
     chosen = options_of(plan, options)
     with closing(begin_host_memory(plan, first, device)) as supply:
-        resize = partial(refit, planner, plan, settings, err)
+        resize = partial(refit, planner, plan, settings, supply, err)
         engine = Engine.load(checkpoint.checked, chosen, supply=supply, resize=resize)
         phases.end("load")
         if note := slow_recurrence_note(checkpoint.config, engine.provider.device):
@@ -164,16 +165,24 @@ def opened(
 
 
 def refit(
-    planner: Planner, plan: MemoryPlan, settings: Settings, err: TextIO, provider: Provider, options: EngineOptions
+    planner: Planner,
+    plan: MemoryPlan,
+    settings: Settings,
+    supply: HostSupply,
+    err: TextIO,
+    provider: Provider,
+    options: EngineOptions,
 ) -> EngineOptions:
     """Plans again once the weights are loaded and a chunk is measured; says on `err` what that changes.
+
+    supply: of the engine, at work already.
 
     Raises CapacityError if it does not fit after all.
     """
     from longgen.opening import meter_of, options_of, plan_again
     from longgen.planning import correction, hold_to
 
-    final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan))
+    final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan), supply)
     if line := correction(plan, final):
         print(f"longgen: {line}", file=err)
     hold_to(final, settings.gpu_memory, provider.device)

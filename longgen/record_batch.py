@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.answering import Answer, answer, say_answer, say_failure, say_phases, say_run_stats
@@ -278,6 +278,7 @@ class _Batch:
             generated_tokens=got.generated,
             settings=self._described(job.request),
             timings=_timings(len(job.prompt), got),
+            stats=asdict(got.stats) if self._options.stats and got.stats else None,
             judgement=self._judge(job.request, pred),
         )
 

@@ -24,6 +24,7 @@ class Result:
     finish_reason: stop, length or error.   error: why it failed; None if it did not.
     prompt_tokens: None if the record failed before it had any.   generated_tokens: of the answer.
     settings: in effect, by name; None if they were not allowed.   timings: seconds; None if it failed.
+    stats: figures of the request, see longgen.metrics; None: not asked for, or it failed.
     judgement: what else its line says of the answer.
     """
 
@@ -36,6 +37,7 @@ class Result:
     generated_tokens: int = 0
     settings: Mapping[str, Any] | None = None
     timings: Mapping[str, float | None] | None = None
+    stats: Mapping[str, Any] | None = None
     judgement: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -94,10 +96,16 @@ def _own(result: Result) -> dict[str, Any]:
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": result.generated_tokens,
         "timings": result.timings,
+        **_stats(result),
         "settings": result.settings,
         "error": result.error,
         "prompt_hash": result.prompt_hash,
     }
+
+
+def _stats(result: Result) -> dict[str, Any]:
+    """The field for a request's figures; none where they were not asked for."""
+    return {} if result.stats is None else {"stats": result.stats}
 
 
 def _openai(result: Result) -> dict[str, Any]:
@@ -106,6 +114,7 @@ def _openai(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "timings": result.timings,
+        **_stats(result),
         "settings": result.settings,
     }
     error = None if result.error is None else {"code": "failed", "message": result.error}

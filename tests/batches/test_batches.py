@@ -137,6 +137,19 @@ def test_a_records_stop_strings_end_its_text(tiny: Path, tmp_path: Path) -> None
         assert line["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("output_format", ["jsonl", "openai"])
+def test_figures_are_in_the_lines_where_they_are_asked_for(tiny: Path, tmp_path: Path, output_format: str) -> None:
+    path = write_records(tmp_path / "a.jsonl", [{"prompt": TEXT}, {"prompt": "", "max_tokens": -1}])
+    arguments = batch(tiny, path, *SHORT, "--output-format", output_format)
+    done, plain = run(tmp_path / "run", *arguments, "--stats"), run(tmp_path / "plain", *arguments)
+    lines = [[line.get("longgen", line) for line in each.lines] for each in (done, plain)]
+    assert ["stats" in line for each in lines for line in each] == [True, False, False, False]
+    stats, printed = lines[0][0]["stats"], next(line for line in done.err.splitlines() if "stats" in line)
+    assert json.loads(printed.removeprefix("longgen: stats ")) == {"request": "1", **stats}
+    assert stats["prompt_tokens"] == lines[0][0]["prompt_tokens"] and stats["prefill"]["d2d_bytes"] > 0
+    assert set(stats["blocks"]) == {"resident", "host", "open"}
+
+
 def test_a_result_has_the_records_small_fields_and_ours(tiny: Path, tmp_path: Path) -> None:
     record = {"index": 4, "outputs": ["a", "b"], "length": 99, "others": {"x": None}, "input": TEXT, "pred": "mine"}
     path = write_records(tmp_path / "a.jsonl", [record, record | {"index": 5, "prompt": TEXT, "context": "y" * 20_000}])
