@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from longgen.answering import Answer, answer, say_answer, say_failure, say_phases, say_run_stats
 from longgen.config import Settings, parse_shard
 from longgen.errors import CapacityError, LongGenError, UsageError
+from longgen.interrupts import check_interrupted
 from longgen.jobs import Job
 from longgen.output import Output, open_output
 from longgen.phases import Phases
@@ -253,6 +254,7 @@ class _Batch:
             else:
                 assert engine is not None
                 result = self._tried(engine, item)
+            check_interrupted()  # which may be what made it fail
             self._output.write(record_id, result_line(result, self._settings.output_format or "jsonl"))
 
     def _tried(self, engine: Engine, job: Job) -> Result:
