@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, TextIO
 from longgen.config import Settings
 from longgen.evaluation.haystack import Kind, NeedlePrompt, even_depths, make_prompts
 from longgen.evaluation.score_grid import check_plot, draw, table
+from longgen.evaluation.same_model import check_same_model
 from longgen.evaluation.scoring import string_match_all
 from longgen.names import checkpoint_name
 from longgen.requests import Request
@@ -41,6 +42,8 @@ def run(model: str, options: NeedleOptions, settings: Settings, out: BinaryIO, e
     """
     if options.plot is not None:
         check_plot(options.plot)
+    if settings.output is not None and not settings.overwrite:
+        check_same_model(Path(settings.output), model)
     prompts = _prompts(model, options, settings)
     scores: dict[str, float | None] = {}
 
