@@ -331,8 +331,6 @@ def needle(
             raise UsageError(f"give {'--model' if model is None else '--lengths'}; longgen eval needle --help explains")
         tokens = tuple(parse_length(text) for text in lengths.split(","))
         options = needle_run.NeedleOptions(tokens, depths, kind, plot, inputs)
-        import_libraries()
-        raise_interrupts()
         raise typer.Exit(needle_run.run(model, options, settings, sys.stdout.buffer, sys.stderr))
 
 

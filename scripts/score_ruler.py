@@ -5,8 +5,8 @@ Reads RESULTS/LENGTH/TASK.jsonl, whose lines have `outputs` and `pred`, as `long
 files of make_ruler.py. A score is the mean, in percent, of the share of `outputs` that `pred` contains, in any case;
 for tasks named qa it is the percentage of answers that contain one of them. An answer that failed counts as wrong.
 
-With --made, which is the last line that make_ruler.py printed, only the samples that it made count, and each of them must
-have an answer: what else lies in the folder is of earlier runs.
+With --made, the last line that make_ruler.py printed, only the samples that it made count, and each of them must have
+an answer: what else lies in the folder is of earlier runs.
 
 The table goes to stderr; the last line on stdout is JSON. The exit code is 1 if an answer failed or is missing its
 `pred`, and 2 if there is nothing to score or a sample has no answer.

@@ -83,6 +83,12 @@ def test_a_line_is_one_line_for_every_reader_of_lines() -> None:
     assert json.loads(written)["pred"] == pred
 
 
+def test_a_line_is_never_something_that_json_has_no_word_for() -> None:
+    request = Request("a", "somewhere", fields={"n": float("inf")})
+    with pytest.raises(ValueError, match="JSON"):
+        result_line(Result(request, "hash"), "jsonl")
+
+
 def test_lines_are_in_the_order_of_the_batch(tmp_path: Path) -> None:
     path = tmp_path / "out"
     assert go_on(path) == list(IDS)
