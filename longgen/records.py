@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import re
 import shutil
 import stat
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO, NoReturn
 from longgen.config import Settings
 from longgen.errors import UsageError
 from longgen.output import check_apart
-from longgen.own_settings import NAMES, REFUSED
+from longgen.own_settings import HARMLESS, NAMES, REFUSED
 from longgen.requests import Request, check_standard_input, reading, shown_name, text_request
 
 ID_NAMES = ("id", "custom_id", "_id", "index")
@@ -122,7 +123,7 @@ def read_records(lines: Iterable[bytes], name: str, errors: str = "strict") -> I
 
 def _parse(line: bytes, where: str, errors: str) -> dict[str, Any]:
     try:
-        record = json.loads(str(line, "utf-8", errors), parse_constant=_no_constant)
+        record = json.loads(str(line, "utf-8", errors), parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,} of the line; correct it, "
@@ -143,6 +144,13 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # which has no JSON, so it could not be passed through
+        raise ValueError(f"{text[:80]} is larger than a number can be")
+    return value
+
+
 def _kind(value: Any) -> str:
     """What JSON calls a value."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
@@ -154,7 +162,9 @@ def _request(record: dict[str, Any], where: str, number: int) -> Request:
     body = given if isinstance(given, dict) else {}
     name, prompt = _prompt(record, body, where)
     own = {key: source[key] for source in (record, body) for key in NAMES if key in source}
-    own |= {key: body[key] for key in REFUSED if key in body}
+    asked = prompt is body.get("messages")  # an OpenAI request, and no field that happens to be called body
+    known = {"messages", *NAMES, *HARMLESS}
+    own |= {key: value for key, value in body.items() if key in REFUSED or (asked and key not in known)}
     request = Request(
         id=_id(record, where, number),
         source=where,

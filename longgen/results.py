@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -55,7 +56,7 @@ class Written:
 def result_line(result: Result, output_format: str) -> bytes:
     """The line of a result, with the line feed that ends it. output_format: "jsonl" or "openai"."""
     value = _openai(result) if output_format == "openai" else _own(result)
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return (_AWKWARD.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n").encode("utf-8")
 
 
@@ -110,6 +111,8 @@ def _stats(result: Result) -> dict[str, Any]:
 
 def _openai(result: Result) -> dict[str, Any]:
     details = {
+        **result.request.fields,
+        **result.judgement,
         "prompt_hash": result.prompt_hash,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
@@ -119,12 +122,18 @@ def _openai(result: Result) -> dict[str, Any]:
     }
     error = None if result.error is None else {"code": "failed", "message": result.error}
     return {
-        "id": f"batch_req_{result.prompt_hash}",
+        "id": f"batch_req_{_name(result)}",
         "custom_id": result.request.id,
         "response": None if error else _response(result),
         "error": error,
         "longgen": details,
     }
+
+
+def _name(result: Result) -> str:
+    """32 hex digits that are the record's own; records may have the same prompt."""
+    text = json.dumps([result.request.id, result.prompt_hash])
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 def _response(result: Result) -> dict[str, Any]:
@@ -136,11 +145,11 @@ def _response(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
     }
     body = {
-        "id": f"chatcmpl-{result.prompt_hash}",
+        "id": f"chatcmpl-{_name(result)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": (result.settings or {}).get("model"),
         "choices": [choice],
         "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
     }
-    return {"status_code": 200, "request_id": f"req_{result.prompt_hash}", "body": body}
+    return {"status_code": 200, "request_id": f"req_{_name(result)}", "body": body}

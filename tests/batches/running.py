@@ -68,7 +68,7 @@ def _child(arguments: list[str], folder: str, stdin: str, stdout: str) -> None:
 
     from tqdm import tqdm
 
-    from longgen.cli import main
+    from longgen.__main__ import main
 
     tqdm.set_lock(threading.RLock())  # its usual one is a semaphore that a killed process leaves behind
     code = main(arguments)

@@ -187,12 +187,13 @@ def test_openai_requests_give_openai_lines(tiny: Path, tmp_path: Path) -> None:
     records = [
         {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body},
         {"custom_id": "two", "method": "POST", "url": "/v1/chat/completions", "body": body | {"n": 2}},
+        {"custom_id": "three", "outputs": ["a"], "body": body},
     ]
     path, out = write_records(tmp_path / "a.jsonl", records), tmp_path / "out.jsonl"
     flags = ("--output-format", "openai", "--output", str(out))
     done = run(tmp_path / "run", *batch(tiny, path, *flags))
     assert (done.code, done.out) == (1, "")
-    good, bad = read_lines(out)
+    good, bad, same = read_lines(out)
     assert (good["custom_id"], good["error"], good["response"]["status_code"]) == ("one", None, 200)
     answer = good["response"]["body"]
     choice = {"role": "assistant", "content": reference(tiny, rendered(tiny, user(TEXT)), 5)}
@@ -202,9 +203,12 @@ def test_openai_requests_give_openai_lines(tiny: Path, tmp_path: Path) -> None:
     assert answer["object"] == "chat.completion"
     assert (bad["custom_id"], bad["response"]) == ("two", None)
     assert bad["error"] == {"code": "failed", "message": "n is 2, which is not supported; leave it out"}
+    assert same["longgen"]["outputs"] == ["a"] and good["longgen"]["method"] == "POST"
+    names = [(line["id"], line["response"]["request_id"], line["response"]["body"]["id"]) for line in (good, same)]
+    assert all(one != other for one, other in zip(*names, strict=True))  # though the prompts are the same
     again = run(tmp_path / "again", *batch(tiny, path, *flags))
-    assert "1 of 2 records are done" in again.err
-    assert read_lines(out) == [good, bad]
+    assert "2 of 3 records are done" in again.err
+    assert read_lines(out) == [good, bad, same]
     other = run(tmp_path / "other", *batch(tiny, path, "--output", str(out)))
     assert other.code == 2
     assert "line 1 is no result of --output-format jsonl" in other.err
@@ -337,9 +341,12 @@ def test_malformed_input_is_found_before_anything_else_and_ends_with_2(tmp_path:
     cases: list[tuple[str | bytes, str]] = [
         (BROKEN, "b.jsonl line 2 is not JSON: Expecting value"),
         ('{"prompt": "y"}\n{"prompt": "x", "id": "3"}\n', f"two records have the id '3': {a} line 1 and {b} line 2"),
+        ('\n\n{"prompt": "y"}\n', "or run the files one by one"),
         ('{"context": "c", "input": "q"}\n', "b.jsonl line 1 has a context and a question, but no prompt"),
         ('{"question": "q"}\n', "b.jsonl line 1 has no prompt"),
         ('{"prompt": "x", "id": [1]}\n', "b.jsonl line 1: id is [1]; it must be"),
+        ('{"prompt": "x", "n": 1e999}\n', "b.jsonl line 1 is not JSON: 1e999 is larger than a number can be"),
+        ('{"prompt": "x", "n": [-2e308]}\n', "b.jsonl line 1 is not JSON: -2e308 is larger than a number can be"),
         (b'{"prompt": "\xff"}\n', "b.jsonl line 1 is not UTF-8"),
     ]
     for number, (text, message) in enumerate(cases):

@@ -205,7 +205,26 @@ def test_settings_that_are_not_allowed(own: dict[str, Any], message: str) -> Non
 def test_what_an_openai_request_asks_for_in_vain_is_seen_and_what_asks_for_nothing_is_let_through() -> None:
     body = {"messages": MESSAGES, "n": 1, "presence_penalty": 0.0, "tools": [], "stream": False, "logit_bias": {}}
     assert with_own(Settings(), read_one(body=body).own) == Settings()
+    body |= {"tool_choice": "auto", "model": "m", "user": "u", "metadata": {"a": "b"}, "min_tokens": None}
+    assert with_own(Settings(), read_one(body=body).own) == Settings()
     assert read_one(prompt="x", n=2).own == {}  # a field of the record's own
+    assert read_one(prompt="x", body={"messages": MESSAGES, "subject": "s"}).own == {}  # of a letter, for example
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ({"min_tokens": 5}, "leave it out"),
+        ({"stop_token_ids": [1]}, "leave it out"),
+        ({"tool_choice": "required"}, "leave it out"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "give what it holds in body itself"),
+    ],
+)
+def test_whatever_else_an_openai_request_asks_for_is_an_error_that_names_it(asked: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        with_own(Settings(), read_one(body={"messages": MESSAGES, **asked}).own)
+    name = next(iter(asked))
+    assert str(caught.value).startswith(f"{name} is ") and str(caught.value).endswith(f"not supported; {remedy}")
 
 
 @pytest.mark.parametrize("value", [{"enable_thinking": 1}, {"other": True}, [], "x"])
