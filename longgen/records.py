@@ -207,6 +207,8 @@ def _messages(messages: Any) -> tuple[tuple[str, str], ...]:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         found.append((role, "".join(_part(part, f"the content of message {number}") for part in parts)))
+    if not any(text for _, text in found):
+        raise UsageError("the messages are empty; one of them must hold at least one character")
     return tuple(found)
 
 

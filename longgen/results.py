@@ -6,10 +6,11 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from longgen.requests import Request
+from longgen.truncation import Cut
 
 _BEGINNING = b'{"id": '  # of every line
 # What a JSON string may hold as it is and a line had better not: other ends of lines, controls, half characters.
@@ -23,6 +24,7 @@ class Result:
     prompt_hash: see Request.prompt_hash.   pred: the answer's text; empty if it failed.
     finish_reason: stop, length or error.   error: why it failed; None if it did not.
     prompt_tokens: None if the record failed before it had any.   generated_tokens: of the answer.
+    cut: what was left out of the prompt, see longgen.truncation.Cut; None if nothing was.
     settings: in effect, by name; None if they were not allowed.   timings: seconds; None if it failed.
     judgement: what else its line says of the answer.
     """
@@ -34,6 +36,7 @@ class Result:
     error: str | None = None
     prompt_tokens: int | None = None
     generated_tokens: int = 0
+    cut: Cut | None = None
     settings: Mapping[str, Any] | None = None
     timings: Mapping[str, float | None] | None = None
     judgement: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +96,7 @@ def _own(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": result.generated_tokens,
+        "cut": _cut(result),
         "timings": result.timings,
         "settings": result.settings,
         "error": result.error,
@@ -105,6 +109,7 @@ def _openai(result: Result) -> dict[str, Any]:
         "prompt_hash": result.prompt_hash,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
+        "cut": _cut(result),
         "timings": result.timings,
         "settings": result.settings,
     }
@@ -116,6 +121,10 @@ def _openai(result: Result) -> dict[str, Any]:
         "error": error,
         "longgen": details,
     }
+
+
+def _cut(result: Result) -> dict[str, Any] | None:
+    return None if result.cut is None else asdict(result.cut)
 
 
 def _response(result: Result) -> dict[str, Any]:
