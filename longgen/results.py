@@ -36,10 +36,10 @@ class Result:
     error: str | None = None
     prompt_tokens: int | None = None
     generated_tokens: int = 0
-    cut: Cut | None = None
     settings: Mapping[str, Any] | None = None
     timings: Mapping[str, float | None] | None = None
     judgement: Mapping[str, Any] = field(default_factory=dict)
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from longgen.engine import Engine, EngineOptions
 from longgen.errors import CheckpointError, UsageError
 from longgen.model.checkpoint import read_config
 from longgen.model.rope import original_window, rotary_frequencies, trained_window
-from longgen.model.window import choose_stretch, stretch_config
+from longgen.model.window import choose_stretch, stretch_config, window_note
 from tests.checkpoints import Build, random_ids, reference_logits
 from tests.model.test_rope import text_config
 
@@ -85,6 +85,15 @@ def test_what_is_said_has_the_numbers() -> None:
     assert (notice(own, "auto", 95) or "").endswith(
         "the trained window of 4,000; rope: the checkpoint's own YaRN, factor 4 of 1,000"
     )
+
+
+def test_a_window_beyond_the_reach_of_its_own_yarn_is_noted() -> None:
+    assert window_note(windowed(4001, **YARN)) == (
+        "note: max_position_embeddings is 4,001 in config.json, and its YaRN, factor 4 of 1,000, reaches 4,000; 4,001 "
+        "is taken for the trained window"
+    )
+    assert all(window_note(windowed(window, **YARN)) is None for window in (1000, 4000))
+    assert window_note(windowed(4001)) is None
 
 
 def test_yarn_does_not_go_with_linear_scaling() -> None:
