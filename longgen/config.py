@@ -317,7 +317,7 @@ def _parse(name: str, text: str | Sequence[str] | None, source: str) -> Any:
     """
     defaults = {field.name: field.default for field in fields(Settings)}
     if name not in defaults:
-        nearest = difflib.get_close_matches(name, defaults, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name.casefold(), defaults, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(defaults)}"
         hint = _ELSEWHERE.get(name, hint)
         raise UsageError(f"{source}there is no setting {name!r}; {hint}")
