@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from longgen.config import Settings
+from longgen.config import HALF_CHARACTER, Settings
 from longgen.errors import UsageError
 
 _LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given holds
@@ -91,7 +91,9 @@ def _number(name: str, value: Any) -> float:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops):
-        return tuple(stops)
+        if not any(map(HALF_CHARACTER.search, stops)):
+            return tuple(stops)
+        raise UsageError(f"stop is {_shown(value)}, which has half a character: nothing can match it")
     raise UsageError(f"stop is {_shown(value)}; it must be a string or a list of strings, none of them empty")
 
 

@@ -85,12 +85,12 @@ def chosen_stretch(config: Any, settings: Settings, sizes: Sequence[tuple[int, i
     sizes: tokens of each job's prompt, and the most that it may generate.
     """
     from longgen.model.rope import trained_window
-    from longgen.model.window import choose_stretch
+    from longgen.model.window import choose_stretch, window_note
 
     beyond = settings.max_len is not None and settings.max_len > trained_window(config)
     stretch = choose_stretch(config, settings.rope, *max(sizes, key=sum), beyond=beyond)
-    if stretch.notice:
-        print(f"longgen: {stretch.notice}", file=err)
+    for line in filter(None, (window_note(config), stretch.notice)):
+        print(f"longgen: {line}", file=err)
     return stretch
 
 

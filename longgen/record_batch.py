@@ -17,6 +17,7 @@ from longgen.preparation import Checkpoint, chosen_stretch, make_planner, opened
 from longgen.progress import TokenizingProgress
 from longgen.requests import Request
 from longgen.results import Result, Written, result_line
+from longgen.truncation import Cut
 
 if TYPE_CHECKING:
     from longgen.engine import Engine
@@ -52,6 +53,7 @@ class Failed:
     request: Request
     error: str
     prompt_tokens: int | None = None
+    cut: Cut | None = None
 
 
 def run_records(
@@ -242,7 +244,7 @@ class _Batch:
         fitting = [size for size in self._sizes.values() if sum(size) <= most]
         for item in list(self._ready.values()):
             if isinstance(item, Job) and sum(size := self._sizes[item.request.id]) > most:
-                self._ready[item.request.id] = Failed(item.request, str(_refusal(planner, size)), size[0])
+                self._ready[item.request.id] = Failed(item.request, str(_refusal(planner, size)), size[0], item.cut)
         order = self._output.in_turn(list(self._ready))
         first = next((id_ for id_ in order if isinstance(self._ready[id_], Job)), None)
         if first is None:
@@ -280,7 +282,7 @@ class _Batch:
         try:
             result = self._answer(engine, job)
         except LongGenError as error:
-            return self._failure(Failed(job.request, str(error), len(job.prompt)))
+            return self._failure(Failed(job.request, str(error), len(job.prompt), job.cut))
         self._good += 1
         return result
 
@@ -297,6 +299,7 @@ class _Batch:
             finish_reason=got.finish_reason,
             prompt_tokens=len(job.prompt),
             generated_tokens=got.generated,
+            cut=job.cut,
             settings=self._described(job.request),
             timings=_timings(len(job.prompt), got),
             stats=asdict(got.stats) if self._options.stats and got.stats else None,
@@ -315,6 +318,7 @@ class _Batch:
             self._heads[item.request.id].prompt_hash,
             error=item.error,
             prompt_tokens=item.prompt_tokens,
+            cut=item.cut,
             settings=settings,
         )
 

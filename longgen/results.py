@@ -7,10 +7,11 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from longgen.requests import Request
+from longgen.truncation import Cut
 
 _BEGINNING = b'{"id": '  # of every line
 # What a JSON string may hold as it is and a line had better not: other ends of lines, controls, half characters.
@@ -24,6 +25,7 @@ class Result:
     prompt_hash: see Request.prompt_hash.   pred: the answer's text; empty if it failed.
     finish_reason: stop, length or error.   error: why it failed; None if it did not.
     prompt_tokens: None if the record failed before it had any.   generated_tokens: of the answer.
+    cut: what was left out of the prompt, see longgen.truncation.Cut; None if nothing was.
     settings: in effect, by name; None if they were not allowed.   timings: seconds; None if it failed.
     stats: figures of the request, see longgen.metrics; None: not asked for, or it failed.
     judgement: what else its line says of the answer.
@@ -40,6 +42,7 @@ class Result:
     timings: Mapping[str, float | None] | None = None
     stats: Mapping[str, Any] | None = None
     judgement: Mapping[str, Any] = field(default_factory=dict)
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ def _own(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": result.generated_tokens,
+        "cut": _cut(result),
         "timings": result.timings,
         **_stats(result),
         "settings": result.settings,
@@ -116,6 +120,7 @@ def _openai(result: Result) -> dict[str, Any]:
         "prompt_hash": result.prompt_hash,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
+        "cut": _cut(result),
         "timings": result.timings,
         **_stats(result),
         "settings": result.settings,
@@ -134,6 +139,10 @@ def _name(result: Result) -> str:
     """32 hex digits that are the record's own; records may have the same prompt."""
     text = json.dumps([result.request.id, result.prompt_hash])
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
+
+
+def _cut(result: Result) -> dict[str, Any] | None:
+    return None if result.cut is None else asdict(result.cut)
 
 
 def _response(result: Result) -> dict[str, Any]:

@@ -18,7 +18,7 @@ OTHER = "There is nothing here that is not in the other thing;"
 SHORT = ("--max-new-tokens", "6")
 
 
-def user(text: str, *before: dict[str, Any]) -> list[dict[str, Any]]:
+def user(text: str | list[Any], *before: dict[str, Any]) -> list[dict[str, Any]]:
     return [*before, {"role": "user", "content": text}]
 
 
@@ -155,10 +155,12 @@ def test_a_result_has_the_records_small_fields_and_ours(tiny: Path, tmp_path: Pa
     path = write_records(tmp_path / "a.jsonl", [record, record | {"index": 5, "prompt": TEXT, "context": "y" * 20_000}])
     done = run(tmp_path / "run", *batch(tiny, path, *SHORT)).lines
     ours = ["pred", "finish_reason", "prompt_tokens", "generated_tokens", "timings", "settings", "error", "prompt_hash"]
+    ours.append("cut")
     assert set(done[0]) == {"id", "index", "outputs", "length", "others", *ours}
     assert set(done[1]) == {"id", "index", "outputs", "length", "others", "input", *ours}
     first = done[0]
     assert (first["id"], first["index"], first["outputs"], first["others"]) == ("4", 4, ["a", "b"], {"x": None})
+    assert first["cut"] is None
     assert first["pred"] not in ("", "mine") and first["error"] is None
     assert (first["finish_reason"], first["generated_tokens"]) == ("length", 6)
     assert first["prompt_tokens"] == len(AutoTokenizer.from_pretrained(tiny)(rendered(tiny, user(TEXT)))["input_ids"])
@@ -238,6 +240,8 @@ def test_a_record_that_fails_is_an_error_line_and_the_rest_goes_on(tiny: Path, t
         {"prompt": TEXT, "top_p": 0.5},
         {"prompt": TEXT, "temperature": 1e-40},  # found while it runs
         {"prompt": ""},
+        {"messages": user("")},
+        {"messages": user([])},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"prompt": TEXT, "max_tokens": 2},
     ]
@@ -252,6 +256,8 @@ def test_a_record_that_fails_is_an_error_line_and_the_rest_goes_on(tiny: Path, t
         "top_p has no effect on greedy decoding",
         "logits are not finite after temperature 1e-40",
         "prompt is empty; it must hold at least one character",
+        "the messages are empty; one of them must hold at least one character",
+        "the messages are empty; one of them must hold at least one character",
         "message 1 has the role 'robot'; it must be one of system, user, assistant",
         None,
     ]
@@ -261,9 +267,9 @@ def test_a_record_that_fails_is_an_error_line_and_the_rest_goes_on(tiny: Path, t
         assert (line["pred"] == "") == (expected is not None)
     assert "which is more than --max-len, 200; raise it to" in done.lines[1]["error"]
     assert done.lines[2]["settings"] is None and done.lines[1]["settings"]["max_len"] == 200
-    assert done.lines[8]["generated_tokens"] == 2
-    assert done.err.count("longgen: error: ") == 7
-    assert done.err.splitlines()[-1] == "longgen: 2 of 9 records are done, 7 failed"
+    assert done.lines[10]["generated_tokens"] == 2
+    assert done.err.count("longgen: error: ") == 9
+    assert done.err.splitlines()[-1] == "longgen: 2 of 11 records are done, 9 failed"
 
 
 def test_what_does_not_fit_fails_alone_and_the_plan_is_made_for_the_longest_that_does(
@@ -303,6 +309,13 @@ def test_truncation_cuts_the_text_or_the_longest_message(tiny: Path, tmp_path: P
     assert [line["prompt_tokens"] for line in done.lines[:2]] == [194, 194]
     assert "the prompt cannot be cut to --max-len, 200, less --max-new-tokens, 199" in done.lines[2]["error"]
     assert done.err.count("tail cut") == 2
+    cuts = [line["cut"] for line in done.lines]
+    assert cuts[2] is None and [cut["place"] for cut in cuts[:2]] == ["tail", "tail"]
+    for cut in cuts[:2]:
+        assert f"tail cut: {cut['removed']} of the text's {cut['total']} tokens left out" in done.err
+    flags = (*SHORT, "--max-len", "200", "--truncate", "head", "--output-format", "openai")
+    openai = run(tmp_path / "openai", *batch(tiny, path, *flags))
+    assert [line["longgen"]["cut"] for line in openai.lines[:2]] == [cut | {"place": "head"} for cut in cuts[:2]]
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     whole = tokenizer(rendered(tiny, user(TEXT * 20, system)) + "So:")["input_ids"]
     end = len(whole) - [i for i, token in enumerate(whole) if token == tokenizer.convert_tokens_to_ids("<|im_end|>")][1]
