@@ -22,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
 from ruler.records import make_records
 from ruler.tasks import make_task, task_names
 

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
 from ruler.tasks import NIAH, OTHERS, metric
 
 from longgen.errors import UsageError
