@@ -125,7 +125,7 @@ def measure(checkpoint: Path, path: Path, check: float) -> dict[str, Any]:
     """Seconds, tokens and memory of encoding a file as `longgen run --raw` does, and whether the ids are right."""
     from longgen.benchmarking.measuring import peak_resident_bytes, resident_bytes
     from longgen.model.tokenizer import TextTokenizer
-    from longgen.requests import read_requests
+    from longgen.requests import text_request
 
     tokenizer = TextTokenizer.load(checkpoint)
     # Memory that loading has left over would hide what encoding takes.
@@ -133,7 +133,7 @@ def measure(checkpoint: Path, path: Path, check: float) -> dict[str, Any]:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, started, computed = resident_bytes(), time.perf_counter(), time.process_time()
-    request = read_requests([str(path)], None)[0]
+    request = text_request(str(path), path.read_bytes(), "strict")
     ids = tokenizer.encode(request.text, chat=False)
     seconds, grown = time.perf_counter() - started, peak_resident_bytes() - before
     computed = time.process_time() - computed
