@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def _refuse_differences(folder: Path, differences: Differences) -> None:
 def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
     """What transformers would find missing, left over and misshapen on loading `tensors`; takes no memory."""
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # A copy, because transformers writes the type of the model it makes into its config.
+        model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for name, tensor in tensors.items()}
     load = LoadStateDictConfig(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longgen.errors import CheckpointError, UsageError
-from longgen.model.checkpoint import SUPPORTED_TYPES, load_model, read_config, resolve_checkpoint
+from longgen.model.checkpoint import SUPPORTED_TYPES, check_folder, load_model, read_config, resolve_checkpoint
 from longgen.model.tiny import make_checkpoint
 from tests.checkpoints import Build
 
@@ -68,6 +68,14 @@ def test_the_model_is_ready_for_inference(build: Build, model_type: str) -> None
     assert not model.training
     assert not any(weight.requires_grad for weight in model.parameters())
     assert not any("visual" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_keep_the_type_that_the_config_names(copy: Copy, dtype: str) -> None:
+    checked = check_folder(edit_config(copy(), dtype=dtype))
+    assert checked.config.dtype is getattr(torch, dtype)
+    model = load_model(checked, None, torch.device("cpu"))
+    assert {weight.dtype for weight in model.parameters()} == {getattr(torch, dtype)}
 
 
 def test_a_vision_language_folder_holds_a_vision_part(build: Build) -> None:
