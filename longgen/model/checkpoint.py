@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longgen.errors import CheckpointError
 from longgen.model.adapter import ATTENTION_NAME, register_attention
-from longgen.model.files import read_json_object
+from longgen.model.files import listed, read_json_object, reason
 from longgen.model.quiet import quiet_transformers
 from longgen.model.rope import check_rope
 from longgen.model.rope_settings import check_rope_settings, window_beside
-from longgen.model.shards import StoredTensor, listed, read_shards, reason
+from longgen.model.shards import read_shards
 from longgen.model.text_config import check_shape
 from longgen.model.weights import check_weights
 
@@ -32,6 +32,7 @@ SUPPORTED_TYPES = (*TEXT_TYPES, *VISION_TYPES)
 DEMO_NAME = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "data" / "demo"
 
+ADAPTER_NAME = "adapter_config.json"  # of peft
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 
@@ -134,7 +135,7 @@ def read_config(folder: Path) -> Any:
 
     Raises:
         CheckpointError: an unreadable config, a model type that is not supported, code of the checkpoint's own,
-            quantised weights, or rotary settings that cannot be used.
+            quantised weights, sizes that no model can have, or rotary settings that cannot be used.
     """
     raw = read_json_object(_checked_folder(folder) / "config.json")
     kind = raw.get("model_type")
@@ -145,18 +146,7 @@ def read_config(folder: Path) -> Any:
     text = raw.get("text_config", {}) if kind in VISION_TYPES else raw
     if not isinstance(text, dict):
         raise CheckpointError(f"text_config of {folder / 'config.json'} is not a JSON object")
-    if raw.get("auto_map") or text.get("auto_map"):
-        raise CheckpointError(
-            f"{folder / 'config.json'} asks for Python code of its own (auto_map), which is never run; use a "
-            "checkpoint without it"
-        )
-    quantised = raw.get("quantization_config") or text.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
-        raise CheckpointError(
-            f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
-            "quantised"
-        )
+    _refuse_contents(folder, raw, text)
     check_rope_settings(raw, text)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -173,6 +163,26 @@ def read_config(folder: Path) -> Any:
     return config
 
 
+def _refuse_contents(folder: Path, raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for what a config.json, or its text part, says of files that are not to be used."""
+    path = folder / "config.json"
+    if raw.get("auto_map") or text.get("auto_map"):
+        raise CheckpointError(
+            f"{path} asks for Python code of its own (auto_map), which is never run; use a checkpoint without it"
+        )
+    if raw.get("transformers_weights") or text.get("transformers_weights"):
+        raise CheckpointError(
+            f"{path} names weight files of its own (transformers_weights); give them their usual names and leave it out"
+        )
+    quantised = raw.get("quantization_config") or text.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
+        raise CheckpointError(
+            f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
+            "quantised"
+        )
+
+
 def _text_config(config: Any) -> Any:
     """The text part, with what the outer config decides for both parts."""
     text = config.text_config
@@ -184,20 +194,28 @@ def _text_config(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFolder:
-    """A checkpoint folder that was looked through without its weights, so that loading need not do it again.
+    """A checkpoint folder whose files fit each other.
 
-    Attributes:
-        path: of the folder.   config: of its text model, see read_config.   tensors: see read_shards.
+    path: of the folder.   config: of its text model, see read_config.
     """
 
     path: Path
     config: Any
-    tensors: Mapping[str, StoredTensor]
 
 
 def check_folder(folder: Path) -> CheckedFolder:
-    """Reads the config and the headers of the weight files. Raises CheckpointError as read_config and read_shards."""
-    return CheckedFolder(folder, read_config(folder), read_shards(folder))
+    """Checks all that can be known of a checkpoint without reading its weights, so that loading need not do it again.
+
+    Raises CheckpointError as read_config, read_shards and check_weights, and for an adapter beside the weights.
+    """
+    config = read_config(folder)
+    if (folder / ADAPTER_NAME).exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter ({ADAPTER_NAME}), which is not applied here; merge it into the weights, or "
+            "remove it"
+        )
+    check_weights(folder, config, read_shards(folder))
+    return CheckedFolder(folder, config)
 
 
 def load_model(folder: Path | CheckedFolder, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
@@ -212,11 +230,10 @@ def load_model(folder: Path | CheckedFolder, dtype: torch.dtype | None, device: 
         A causal language model of transformers, in eval mode and without gradients; `model.config` is its text config.
 
     Raises:
-        CheckpointError: as read_config, or weights that are missing, truncated or of the wrong shape.
+        CheckpointError: as check_folder, or weights that cannot be read.
     """
     checked = folder if isinstance(folder, CheckedFolder) else check_folder(folder)
     path, config = checked.path, checked.config
-    check_weights(path, config, checked.tensors)
     register_attention()
     with quiet_transformers():
         model, report = _from_pretrained(path, config, dtype or config.dtype or torch.float32)

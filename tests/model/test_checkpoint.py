@@ -106,6 +106,20 @@ def test_quantised_weights_are_refused(copy: Copy) -> None:
         read_config(edit_config(copy(), quantization_config={"quant_method": "fp8"}))
 
 
+def test_weight_files_under_names_of_their_own_are_refused(copy: Copy) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json names weight files of its own \(transformers_weights\)"):
+        read_config(edit_config(copy(), transformers_weights="other.safetensors"))
+
+
+def test_an_adapter_beside_the_weights_is_refused(copy: Copy) -> None:
+    folder = copy()
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"holds an adapter \(adapter_config\.json\).*; merge it into the weights"
+    ):
+        check_folder(folder)
+
+
 def edit_text(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     raw = json.loads(path.read_text())
@@ -126,6 +140,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4 in .* multiple of num_key_value_heads, 3"),
         ("qwen2", {"hidden_size": -64}, "hidden_size is -64"),
+        ("qwen3", {"intermediate_size": 0}, "intermediate_size is 0"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* there are 4 experts"),
+        ("qwen3_5_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("qwen3_moe", {"num_local_experts": -1}, "num_experts is -1"),
+        ("qwen2_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads is 0"),
         ("qwen3_5", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn .* supported are bfloat16, float16, float32"),
@@ -169,6 +189,7 @@ def test_a_text_part_that_is_no_object_is_refused(copy: Copy, text: object) -> N
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 def test_json_that_is_nested_too_deep_is_refused(copy: Copy, file: str) -> None:
     folder = copy()
+    split_weights(folder)
     (folder / file).write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=re.escape(file)):
         load(folder)
@@ -200,7 +221,7 @@ def test_an_old_style_yarn_config_is_understood(copy: Copy) -> None:
 def test_an_unreadable_config_is_refused(copy: Copy) -> None:
     folder = copy()
     (folder / "config.json").write_text("{not json")
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON: .*; get it again"):
         read_config(folder)
 
 
