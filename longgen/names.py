@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -53,6 +54,12 @@ def find_known(name: str) -> KnownModel | None:
         if wanted in (model.name, model.hub.lower(), *model.aliases):
             return model
     return None
+
+
+def similar_name(name: str) -> str | None:
+    """The short name that is most like a name that is none; None if all are quite different."""
+    known = [short for model in known_models() for short in (model.name, *model.aliases)]
+    return next(iter(difflib.get_close_matches(name.lower(), known, n=1)), None)
 
 
 def checkpoint_name(name: str) -> str:

@@ -16,12 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longgen.errors import CheckpointError
 from longgen.model.adapter import ATTENTION_NAME, register_attention
 from longgen.model.files import listed, read_json_object, reason
-from longgen.model.quiet import quiet_transformers
+from longgen.model.quiet import quiet_hub, quiet_transformers
 from longgen.model.rope import check_rope
 from longgen.model.rope_settings import check_rope_settings, window_beside
 from longgen.model.shards import read_shards
 from longgen.model.text_config import check_shape
 from longgen.model.weights import check_weights
+from longgen.names import similar_name
 
 TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Vision-language folders, of which the text part is used.
@@ -116,18 +117,28 @@ def _asked_of_hub(download: Callable[..., str], repo_id: str, **options: Any) ->
         os.environ.get(name, "").upper() in {"1", "TRUE", "YES", "ON"}
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
+    missing = f"there is no folder {repo_id!r} here, and as a hub id: "
     try:
-        return download(repo_id, local_files_only=offline, **options)
+        with quiet_hub():
+            return download(repo_id, local_files_only=offline, **options)
     except HFValidationError as error:
         raise CheckpointError(f"{repo_id!r} is neither a folder here nor a valid hub id") from error
     except LocalEntryNotFoundError as error:
         why = (
             "offline, and it is not in the hub cache" if offline else "the hub cannot be reached, and it is not cached"
         )
-        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {why}") from error
+        raise CheckpointError(f"{missing}{why}{_meant(repo_id)}") from error
     # Whatever the hub, the proxy or the disk answers, the user needs one line, not a traceback.
     except Exception as error:
-        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {reason(error)}") from error
+        raise CheckpointError(f"{missing}{reason(error)}{_meant(repo_id)}") from error
+
+
+def _meant(name: str) -> str:
+    """What may be meant by a name that is no folder and no hub id, for the end of a message."""
+    if "/" in name:
+        return ""
+    nearest = similar_name(name)
+    return f"; did you mean {nearest}?" if nearest else "; longgen plan lists the short names"
 
 
 def read_config(folder: Path) -> Any:

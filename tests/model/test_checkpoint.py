@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors.torch import load_file, save_file
 
 from longgen.errors import CheckpointError, UsageError
@@ -347,6 +350,41 @@ def test_offline_asks_the_cache_only(variable: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(f"socket.{call}", lambda *_, **__: pytest.fail("touched the network"))
     with pytest.raises(CheckpointError, match="offline"):
         resolve_checkpoint("nobody/no-such-checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("qwn3-8b", "not in the hub cache; did you mean qwen3-8b?"),
+        ("gpt2", "not in the hub cache; longgen plan lists the short names"),
+        ("nobody/qwn3-8b", "not in the hub cache"),
+    ],
+)
+def test_a_name_that_is_almost_a_short_name_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, ending: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError) as caught:
+        resolve_checkpoint(name)
+    assert str(caught.value).endswith(ending)
+
+
+def test_the_hubs_library_is_kept_off_standard_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logger = hub_logging.get_logger("huggingface_hub.utils._http")
+    shown = []
+
+    def download(*_: object, **__: object) -> str:
+        shown.append(logger.isEnabledFor(logging.WARNING))
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert logger.isEnabledFor(logging.WARNING)
+    with pytest.raises(CheckpointError, match=r"cannot be reached|offline"):
+        resolve_checkpoint("nobody/no-such-checkpoint")
+    assert shown == [False]
+    assert logger.isEnabledFor(logging.WARNING)
 
 
 def test_a_hub_id_is_downloaded(build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
