@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import longgen
-from longgen.config import Settings, load_settings, parse_length, show_settings
+from longgen.config import Settings, load_settings, parse_lengths, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.evaluation.haystack import Kind
 from longgen.interrupts import EXIT_INTERRUPTED, INTERRUPTED, raise_interrupts, was_interrupted
@@ -219,7 +219,7 @@ def plan(
 
     from longgen import reports
 
-    lengths = [parse_length(text) for text in max_len.split(",")] if max_len else []
+    lengths = parse_lengths("max_len", max_len) if max_len is not None else ()
     limits = reports.limits_of(settings, h2d_gbps, tflops)
     with _stopping():
         raise typer.Exit(reports.plan(model, lengths, settings, slots, limits, as_json, sys.stdout, sys.stderr))
@@ -265,7 +265,7 @@ def bench(
     settings = load_settings(None, {name: given[name] for name in names})
     if not lengths:
         raise UsageError("give --lengths, such as 16K,128K; longgen bench --help explains it")
-    wanted = tuple(parse_length(text) for text in lengths.split(","))
+    wanted = parse_lengths("lengths", lengths)
 
     from longgen.benchmarking import command as benchmarking
 
@@ -329,7 +329,7 @@ def needle(
         settings = load_settings(config, flags, {"max_new_tokens": needle_run.MAX_NEW_TOKENS})
         if model is None or lengths is None:
             raise UsageError(f"give {'--model' if model is None else '--lengths'}; longgen eval needle --help explains")
-        tokens = tuple(parse_length(text) for text in lengths.split(","))
+        tokens = parse_lengths("lengths", lengths)
         options = needle_run.NeedleOptions(tokens, depths, kind, plot, inputs)
         raise typer.Exit(needle_run.run(model, options, settings, sys.stdout.buffer, sys.stderr))
 

@@ -75,7 +75,7 @@ def this_machine(limits: Limits, head_dim: int, root: Path = Path("/"), *, cuda:
     elif isinstance(asked, int):
         device = DeviceBudget(asked, asked, f"--gpu-memory {show_bytes(asked)}")
     elif asked is not None:
-        raise CapacityError(f"--gpu-memory {asked} is a fraction of a GPU, and there is none here; give it in GiB")
+        raise UsageError(f"--gpu-memory {asked} is a fraction of a GPU, and there is none here; give it in GiB")
     else:
         device = None
     return Machine(host_budget(limits.cpu_memory, root), device, rates_of(limits, reference_rates(head_dim)))

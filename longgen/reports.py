@@ -72,7 +72,7 @@ def plan(
         )
     else:
         print(table(shape, machine, results), file=out)
-        if slots > 1:
+        if slots > 1 and longest:
             print(f"{slots} slots: each can hold up to {longest:,} tokens", file=out)
     for refusal in refusals:
         print(f"longgen: error: {refusal}", file=err)
