@@ -13,7 +13,8 @@ from longgen.kv.budget import DeviceBudget, cap_allocator, device_budget, host_b
 from longgen.kv.plan import RUNTIME_BYTES, Machine, MemoryPlan, Planner, PlanOptions
 from longgen.kv.predict import Prediction, Rates, given_rates, reference_rates
 from longgen.model_shape import ModelShape
-from longgen.names import KnownModel, find_known, known_models, read_shape
+from longgen.names import KnownModel, find_known, known_models
+from longgen.shape_file import read_shape
 from longgen.units import show_bytes, show_length, show_seconds
 
 
