@@ -241,7 +241,8 @@ def load_model(folder: Path | CheckedFolder, dtype: torch.dtype | None, device: 
         A causal language model of transformers, in eval mode and without gradients; `model.config` is its text config.
 
     Raises:
-        CheckpointError: as check_folder, or weights that cannot be read.
+        CheckpointError: as check_folder, weights that cannot be read, or a head that differs from the embedding
+            although config.json says that they are one.
     """
     checked = folder if isinstance(folder, CheckedFolder) else check_folder(folder)
     path, config = checked.path, checked.config
@@ -249,6 +250,7 @@ def load_model(folder: Path | CheckedFolder, dtype: torch.dtype | None, device: 
     with quiet_transformers():
         model, report = _from_pretrained(path, config, dtype or config.dtype or torch.float32)
     _check_report(path, report)
+    _check_head(path, model)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -285,3 +287,13 @@ def _check_report(folder: Path, report: dict[str, Any]) -> None:
         names = sorted(str(key) for key in report[kind])
         if names:
             raise CheckpointError(f"the weights in {folder} do not fit its config.json: {kind} {listed(names)}")
+
+
+def _check_head(folder: Path, model: Any) -> None:
+    """transformers loads both where both are stored and differ, whatever config.json says: more than was planned."""
+    tied = model.config.tie_word_embeddings
+    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its config.json: the head is not the embedding, as "
+            "tie_word_embeddings says; set it to false, or get the files again"
+        )

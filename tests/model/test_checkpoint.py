@@ -243,6 +243,19 @@ def test_a_missing_head_is_refused_unless_it_is_tied(copy: Copy, build: Build, m
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5"])
+def test_a_stored_head_must_be_the_embedding_where_they_are_tied(copy: Copy, model_type: str) -> None:
+    folder = edit_text(edit_config(copy(model_type), tie_word_embeddings=True), tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match="the head is not the embedding, as tie_word_embeddings says; set it to"):
+        load(folder)
+    weights = load_file(folder / "model.safetensors")
+    (embedding,) = (tensor for name, tensor in weights.items() if name.endswith("embed_tokens.weight"))
+    weights["lm_head.weight"] = embedding.clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model: Any = load(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_a_missing_weight_is_refused(copy: Copy) -> None:
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight"):
         load(drop_weights(copy(), "layers.1.self_attn.k_proj.weight"))
