@@ -212,7 +212,7 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
     """What `longgen plan` prints: the model, the machine, and a column for each length that fits."""
     plans = [result for result in results if isinstance(result, MemoryPlan)]
     lines = [
-        f"{shape.name}: {shape.parameters / 1e9:.2f}B weights in {shape.dtype}, {len(shape.kinds)} layers, "
+        f"{shape.name}: {_parameters(shape.parameters)} weights in {shape.dtype}, {len(shape.kinds)} layers, "
         f"{show_bytes(shape.kv(1).cached_token_bytes)} of KV a token, trained for {show_length(shape.trained_window)}",
         f"GPU memory: {machine.device.source if machine.device else 'not checked: no GPU here and no --gpu-memory'}",
         f"host memory: {machine.host.source if machine.host else 'not checked'}",
@@ -227,6 +227,11 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
         lines += ["", *_columns([_rows(plan) for plan in plans])]
         lines += ["", *_notes(plans)]
     return "\n".join(lines)
+
+
+def _parameters(count: int) -> str:
+    """As people say it: 1.88B, 0.60B, 0.98M."""
+    return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
 
 
 def _rows(plan: MemoryPlan) -> list[tuple[str, str]]:

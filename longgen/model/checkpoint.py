@@ -160,7 +160,8 @@ def read_config(folder: Path) -> Any:
     _refuse_contents(folder, raw, text)
     check_rope_settings(raw, text)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The config classes validate with errors of several libraries; each means the same to the user.
     except Exception as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {reason(error)}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,16 @@ def test_a_folder_is_planned_from_its_config_alone(
     assert main(["plan", "--model", str(tmp_path), "--json", "--max-len", "64K"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+
+
+def test_warnings_of_a_config_stay_off_standard_error(build: Build, tmp_path: Path) -> None:
+    """Outside this process, whose logging other tests may have changed. transformers warns of such a padding id."""
+    config = json.loads((build("qwen3") / "config.json").read_text()) | {"pad_token_id": 99_999}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "longgen", "plan", "--model", str(tmp_path), "--max-len", "64K"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ": 0.13M weights in float32, 3 layers" in done.stdout
 
 
 def test_of_a_hub_id_only_the_config_is_fetched(build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
