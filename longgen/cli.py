@@ -195,7 +195,7 @@ def plan(
     gpu_memory: GpuMemory = None,
     cpu_memory: CpuMemory = None,
     h2d_gbps: Annotated[
-        float | None, typer.Option(metavar="X", help="Rate of copies to the GPU in GB/s. Default: an H200's.")
+        str | None, typer.Option(metavar="X", help="Rate of copies to the GPU in GB/s. Default: an H200's.")
     ] = None,
     tflops: Annotated[
         str | None,

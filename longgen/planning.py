@@ -37,14 +37,29 @@ def parse_tflops(text: str | None) -> tuple[float | None, float | None]:
     """(attention, matrix product) FLOP/s from "692" or "692,790". Raises UsageError."""
     if text is None:
         return None, None
-    parts = text.split(",")
-    try:
-        numbers = [float(part) * 1e12 for part in parts]
-    except ValueError:
-        numbers = []
-    if not 1 <= len(numbers) <= 2 or not all(0 < number < 1e19 for number in numbers):
+    numbers = _parse_rates(text, 1e12)
+    if len(numbers) not in (1, 2):
         raise UsageError(f"--tflops {text!r} must be one or two numbers above 0, such as 692 or 692,790")
     return numbers[0], numbers[1] if len(numbers) == 2 else None
+
+
+def parse_gbps(text: str | None) -> float | None:
+    """Bytes/s from "55.4" GB/s. Raises UsageError."""
+    if text is None:
+        return None
+    numbers = _parse_rates(text, 1e9)
+    if len(numbers) != 1:
+        raise UsageError(f"--h2d-gbps {text!r} must be a number above 0, such as 55.4")
+    return numbers[0]
+
+
+def _parse_rates(text: str, unit: float) -> list[float]:
+    """Numbers with commas between them, times `unit`; none if one of them is no number above 0."""
+    try:
+        numbers = [float(part) * unit for part in text.split(",")]
+    except ValueError:
+        return []
+    return numbers if all(0 < number < 1e19 for number in numbers) else []
 
 
 def find_shape(model: str, dtype: str | None = None) -> ModelShape:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from longgen.config import Settings
-from longgen.errors import CapacityError, UsageError
+from longgen.errors import CapacityError
 from longgen.kv.plan import MemoryPlan, PlanOptions
 from longgen.planning import (
     Limits,
     as_json,
     find_shape,
     longest_request,
+    parse_gbps,
     parse_tflops,
     plan_lengths,
     reach,
@@ -25,13 +26,10 @@ from longgen.planning import (
 _USUAL_HEAD = 128  # which the machine's rates are shown for where no model is named
 
 
-def limits_of(settings: Settings, h2d_gbps: float | None, tflops: str | None) -> Limits:
+def limits_of(settings: Settings, h2d_gbps: str | None, tflops: str | None) -> Limits:
     """What the flags say about the machine. Raises UsageError."""
-    if h2d_gbps is not None and not 0 < h2d_gbps < 1e6:
-        raise UsageError(f"--h2d-gbps {h2d_gbps} must be a number above 0")
     attention, matmul = parse_tflops(tflops)
-    copies = h2d_gbps * 1e9 if h2d_gbps is not None else None
-    return Limits(settings.gpu_memory, settings.cpu_memory, attention, matmul, copies)
+    return Limits(settings.gpu_memory, settings.cpu_memory, attention, matmul, parse_gbps(h2d_gbps))
 
 
 def plan(

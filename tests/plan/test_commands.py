@@ -168,7 +168,10 @@ def test_of_a_hub_id_only_the_config_is_fetched(build: Build, monkeypatch: pytes
         (("--max-len", ""), "max_len: '' is not a length"),
         (("--chunk-size", "1000"), "chunk size 1000 is not a multiple of the block size 1024"),
         (("--tflops", "fast"), "--tflops 'fast' must be one or two numbers above 0"),
-        (("--h2d-gbps", "0"), "--h2d-gbps 0.0 must be a number above 0"),
+        (("--h2d-gbps", "0"), "--h2d-gbps '0' must be a number above 0"),
+        (("--h2d-gbps", "fast"), "--h2d-gbps 'fast' must be a number above 0, such as 55.4"),
+        (("--h2d-gbps", "25,50"), "--h2d-gbps '25,50' must be a number above 0"),
+        (("--tflops", "692,"), "--tflops '692,' must be one or two numbers above 0"),
         (("--model", "nowhere.yaml"), "the model shape nowhere.yaml cannot be read"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.layout import KVLayout
-from longgen.kv.plan import RUNTIME_BYTES, SPARE_PART, MeasuredUse, MemoryPlan, Planner, PlanOptions
+from longgen.kv.plan import RUNTIME_BYTES, SEARCH_LIMIT, SPARE_PART, MeasuredUse, MemoryPlan, Planner, PlanOptions
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
@@ -211,6 +211,30 @@ def test_too_little_host_memory_is_refused_with_the_longest_prompt_that_fits() -
     assert plan_of(longest, 256).host.total <= 64 * GIB
     with pytest.raises(CapacityError):
         plan_of(longest + 1, 256)
+
+
+@pytest.mark.parametrize("shape", [SMALL, SLIDING])
+@pytest.mark.parametrize(
+    "options",
+    [
+        PlanOptions(),
+        PlanOptions(block_size=64, slots=4),
+        PlanOptions(chunk_size=1 << 20),
+        PlanOptions(resident_blocks=1 << 20),
+        PlanOptions(block_size=1000, chunk_size=3000, resident_blocks=7),
+    ],
+)
+@pytest.mark.parametrize(("gpu", "host", "shared"), [(8, 20, False), (3, None, False), (None, 12, True)])
+def test_the_longest_prompt_fits_and_none_that_is_longer(
+    shape: ModelShape, options: PlanOptions, gpu: float | None, host: float | None, shared: bool
+) -> None:
+    planner = Planner(shape, machine(gpu, host, shared=shared), options)
+    longest = planner.longest_prompt(256)
+    if longest:
+        assert planner.plan(longest, 256).prompt == longest
+    if longest < SEARCH_LIMIT:
+        with pytest.raises(CapacityError, match=f"{longest:,}" if longest else "no prompt fits"):
+            planner.plan(longest + 1, 256)
 
 
 def test_amounts_that_look_alike_are_told_apart() -> None:
