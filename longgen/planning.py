@@ -72,11 +72,15 @@ def find_shape(model: str, dtype: str | None = None) -> ModelShape:
         return read_shape(path, dtype)
     known = None if os.path.exists(path) else find_known(model)
     if known is not None:
-        return replace(known.shape, dtype=dtype) if dtype else known.shape
+        return _loaded_as(known.shape, dtype)
     from longgen.model.checkpoint import read_config, resolve_config
     from longgen.model.shape import model_shape
 
     return model_shape(read_config(resolve_config(model)), path.name or model, dtype)
+
+
+def _loaded_as(shape: ModelShape, dtype: str | None) -> ModelShape:
+    return replace(shape, dtype=dtype) if dtype else shape
 
 
 def this_machine(limits: Limits, head_dim: int, root: Path = Path("/"), *, cuda: bool | None = None) -> Machine:
@@ -319,22 +323,28 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def reach(machine: Machine, limits: Limits, options: PlanOptions, new_tokens: int) -> list[dict[str, Any]]:
-    """For every known model, the longest request that fits this machine, in tokens (0: not even its weights)."""
+def reach(
+    machine: Machine, limits: Limits, options: PlanOptions, new_tokens: int, dtype: str | None
+) -> list[dict[str, Any]]:
+    """For every known model, the longest request that fits this machine, in tokens (0: not even its weights).
+
+    dtype: of the weights as loaded; None: the checkpoint's own.
+    """
     rows = []
     for known in known_models():
-        fast = replace(machine, rates=rates_of(limits, reference_rates(known.shape.head_dim)))
-        rows.append(_reached(known, longest_request(known.shape, fast, options, new_tokens)))
+        shape = _loaded_as(known.shape, dtype)
+        fast = replace(machine, rates=rates_of(limits, reference_rates(shape.head_dim)))
+        rows.append(_reached(known, shape, longest_request(shape, fast, options, new_tokens)))
     return rows
 
 
-def _reached(known: KnownModel, tokens: int) -> dict[str, Any]:
+def _reached(known: KnownModel, shape: ModelShape, tokens: int) -> dict[str, Any]:
     return {
         "name": " ".join((known.name, *known.aliases)),
         "hub": known.hub,
-        "weight_bytes": known.shape.weight_bytes,
-        "kv_bytes_per_token": known.shape.kv(1).cached_token_bytes,
-        "trained_window": known.shape.trained_window,
+        "weight_bytes": shape.weight_bytes,
+        "kv_bytes_per_token": shape.kv(1).cached_token_bytes,
+        "trained_window": shape.trained_window,
         "longest": tokens,
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from longgen.config import Settings
-from longgen.errors import CapacityError
+from longgen.errors import CapacityError, UsageError
 from longgen.kv.plan import MemoryPlan, PlanOptions
 from longgen.planning import (
     Limits,
@@ -49,12 +49,17 @@ def plan(
     Returns the exit code: 1 if a length does not fit. Raises LongGenError for a model or a machine that cannot be read.
     """
     options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, slots)
+    dtype = None if settings.dtype == "auto" else settings.dtype
     if model is None:
+        if lengths:
+            raise UsageError(
+                "--max-len needs a --model; without both, the longest request of every known model is shown"
+            )
         machine = this_machine(limits, _USUAL_HEAD)
-        rows = reach(machine, limits, options, settings.max_new_tokens)
+        rows = reach(machine, limits, options, settings.max_new_tokens, dtype)
         print(json.dumps(rows, indent=1) if machine_readable else reach_table(rows, machine), file=out)
         return 0
-    shape = find_shape(model, None if settings.dtype == "auto" else settings.dtype)
+    shape = find_shape(model, dtype)
     machine = this_machine(limits, shape.head_dim)
     lengths = lengths or [shape.trained_window]
     results = plan_lengths(shape, machine, options, lengths, settings.max_new_tokens)

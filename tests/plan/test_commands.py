@@ -104,6 +104,22 @@ def test_without_a_model_every_known_one_is_listed(capsys: pytest.CaptureFixture
     assert planner.plan(longest - 256, 256).tokens == longest
 
 
+def test_of_every_known_model_the_type_of_the_weights_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*flags: str) -> list[dict[str, Any]]:
+        assert main(["plan", "--json", *BIG, *flags]) == 0
+        return list(json.loads(capsys.readouterr().out))
+
+    own, wide = rows(), rows("--dtype", "float32")
+    for name in ("weight_bytes", "kv_bytes_per_token"):
+        assert [row[name] for row in wide] == [2 * row[name] for row in own]
+    assert all(row["longest"] < other["longest"] for row, other in zip(wide, own, strict=True) if other["longest"])
+
+
+def test_a_length_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--max-len", "4M"]) == 2
+    assert capsys.readouterr().err.startswith("longgen: error: --max-len needs a --model; ")
+
+
 def test_slots_share_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """What each of four can hold is what one plan of four says fits, and no more."""
     flags = ["plan", "--model", "qwen3-8b", "--max-len", "64K", "--slots"]
