@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from huggingface_hub.constants import HF_HUB_CACHE
 
 from longgen.attention.backends import default_kernels
 from longgen.attention.kernels import CallKind, Rows
@@ -20,6 +19,7 @@ from longgen.facts import driver_version, package_version
 from longgen.kv.budget import cgroup_limits, host_budget, locked_memory_limit
 from longgen.kv.transfer import open_transfer
 from longgen.measure import CopyRates, measure_copies
+from longgen.model.files import hub_cache
 from longgen.units import show_bytes
 
 HEAD_DIMS = (128, 256)  # of the models there are
@@ -118,7 +118,7 @@ def _host(root: Path) -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
-    cache = Path(HF_HUB_CACHE)
+    cache = hub_cache()
     place = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     yield Finding("disk", "ok", f"{show_bytes(free)} free for checkpoints in {cache}", "downloaded weights go there")

@@ -11,6 +11,13 @@ from longgen.errors import CheckpointError
 _POINTER_START = b"version https://git-lfs"
 
 
+def hub_cache() -> Path:
+    """Where the hub's library keeps what it downloads."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
 def reason(error: BaseException) -> str:
     """A library's error in one line of at most 300 characters, for the end of a message of ours."""
     text = " ".join(str(error).split()) or type(error).__name__
