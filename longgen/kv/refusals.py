@@ -10,6 +10,8 @@ from longgen.units import show_bytes
 if TYPE_CHECKING:
     from longgen.kv.plan import DeviceNeeds, HostNeeds, PlanOptions
 
+USUAL_BLOCK = 1024  # tokens; a chunk and a ring entry hold one at least
+
 
 def device_refusal(request: str, needs: DeviceNeeds, budget: DeviceBudget, advice: str) -> str:
     """Why not even the smallest sizes fit on the device. request: what was asked for; advice: see `what_to_do`."""
@@ -55,6 +57,7 @@ def host_refusal(request: str, needs: HostNeeds, device: int, budget: HostBudget
 def what_to_do(longest: int, new_tokens: int, options: PlanOptions) -> str:
     """The end of a refusal. longest: tokens of the longest prompt that does fit; 0 if none does."""
     given = {
+        "--block-size": options.block_size > USUAL_BLOCK,
         "--chunk-size": options.chunk_size is not None,
         "--resident-blocks": bool(options.resident_blocks),
         "--slots": options.slots > 1,

@@ -262,6 +262,7 @@ def test_a_refusal_names_what_was_set_too_high() -> None:
     assert text.endswith("a lower --chunk-size or --slots leaves more room")
     assert "small with 100,000 times 1,256 tokens needs" in (text := one_line(SMALL, 8, 120, 1000, slots=100_000))
     assert text.endswith("no prompt fits: give more, or lower --slots")
+    assert one_line(SMALL, 8, 120, 1000, block_size=4 << 20).endswith("give more, or lower --block-size")
     assert one_line(SMALL, 2, 120, 1000).endswith("no prompt fits: give more, or take a smaller model")
 
 
