@@ -233,8 +233,7 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
     lines = [
         f"{shape.name}: {_parameters(shape.parameters)} weights in {shape.dtype}, {len(shape.kinds)} layers, "
         f"{show_bytes(shape.kv(1).cached_token_bytes)} of KV a token, trained for {show_length(shape.trained_window)}",
-        f"GPU memory: {machine.device.source if machine.device else 'not checked: no GPU here and no --gpu-memory'}",
-        f"host memory: {machine.host.source if machine.host else 'not checked'}",
+        *_machine_lines(machine),
     ]
     if machine.rates:
         rates = machine.rates
@@ -246,6 +245,17 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
         lines += ["", *_columns([_rows(plan) for plan in plans])]
         lines += ["", *_notes(plans)]
     return "\n".join(lines)
+
+
+def _machine_lines(machine: Machine) -> list[str]:
+    """What memory there is, and why no more."""
+    device, host = machine.device, machine.host
+    gpu, ram = "not checked: no GPU here and no --gpu-memory", "not checked"
+    if device:
+        gpu = f"{show_bytes(device.usable)} usable ({device.source})"
+    if host:
+        ram = f"{show_bytes(host.usable)} usable ({host.source}; {show_bytes(host.reserve)} in reserve)"
+    return [f"GPU memory: {gpu}", f"host memory: {ram}"]
 
 
 def _parameters(count: int) -> str:
@@ -352,8 +362,7 @@ def _reached(known: KnownModel, shape: ModelShape, tokens: int) -> dict[str, Any
 def reach_table(rows: Sequence[dict[str, Any]], machine: Machine) -> str:
     """The rows of `reach` as text."""
     lines = [
-        f"GPU memory: {machine.device.source if machine.device else 'not checked: no GPU here and no --gpu-memory'}",
-        f"host memory: {machine.host.source if machine.host else 'not checked'}",
+        *_machine_lines(machine),
         "",
     ]
     cells = [("model", "weights", "KV a token", "trained for", "longest that fits")]

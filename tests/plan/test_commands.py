@@ -49,6 +49,10 @@ def test_a_plan_for_several_lengths_is_one_table(capsys: pytest.CaptureFixture[s
     assert captured.err == ""
     lines = captured.out.splitlines()
     assert lines[0].startswith("qwen3.5-2b: 1.88B weights in bfloat16, 24 layers, 12 KiB of KV a token")
+    assert lines[1:3] == [
+        "GPU memory: 24 GiB usable (--gpu-memory 24 GiB)",
+        "host memory: 100 GiB usable (--cpu-memory 100 GiB; 0 B in reserve)",
+    ]
     rows = {line.split("  ")[0].strip(): line for line in lines if "  " in line}
     assert rows["tokens"].split()[1:] == ["4M", "1M"]
     assert any(line.startswith("prefill ") for line in lines)
