@@ -19,6 +19,7 @@ from longgen.progress import PrefillProgress, TokenizingProgress
 from longgen.requests import Request
 from longgen.sampling import Sampler, SamplingSettings, record_seed
 from longgen.stopping import StopStrings
+from longgen.tracing import trace_path, traced
 from longgen.truncation import Cut, truncate
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
     from longgen.opening import begin_host_memory, options_of
 
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
+    trace_file = trace_path(settings.trace) if settings.trace is not None else None
     folder = resolve_checkpoint(checkpoint_name(model))
     config = read_config(folder)
     check_shards(folder)
@@ -109,9 +111,13 @@ def _run(model: str, requests: Sequence[Request], settings: Settings, out: Binar
         print(f"longgen: {stretch.notice}", file=err)
     planner, plan = make_plan(model, config, sizes, settings, err)
     chosen = options_of(plan, replace(engine_options(settings), yarn_factor=stretch.factor))
-    with closing(begin_host_memory(plan, sum(sizes[0]), chosen.torch_device())) as supply:
+    device = chosen.torch_device()
+    with (
+        traced(trace_file, device, err, chunks=settings.trace_chunks) as trace,
+        closing(begin_host_memory(plan, sum(sizes[0]), device)) as supply,
+    ):
         resize = partial(refit, planner, plan, settings, err)
-        engine = Engine.load(folder, chosen, supply=supply, resize=resize)
+        engine = Engine.load(folder, chosen, supply=supply, resize=resize, trace=trace)
         if note := slow_recurrence_note(config, engine.provider.device):
             print(f"longgen: note: {note}", file=err)
         return run_jobs(engine, tokenizer, jobs, options, out, err)

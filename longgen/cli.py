@@ -126,6 +126,11 @@ def run(
     ] = None,
     stats: Annotated[bool | None, typer.Option(help="Print the figures of every request and of the run.")] = None,
     scrub: Annotated[bool | None, typer.Option(help="Overwrite a request's KV in memory when it ends.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a Chrome trace of a prompt's last chunks and first tokens."),
+    ] = None,
+    trace_chunks: Annotated[str | None, typer.Option(metavar="N", help="Chunks in the trace. Default: 2.")] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the settings as they would hold, as YAML, and exit.")
     ] = False,

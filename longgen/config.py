@@ -60,6 +60,8 @@ class Settings:
     stop: strings that end a text; None is none.
     stats: whether to print the figures of every request and of the run.
     scrub: whether to overwrite a request's KV in host memory when it ends.
+    trace: file for a Chrome trace of part of the run; None: no trace.
+    trace_chunks: how many of a prompt's last chunks are in it.
     """
 
     max_len: int | None = None
@@ -86,6 +88,8 @@ class Settings:
     stop: tuple[str, ...] | None = None
     stats: bool = False
     scrub: bool = False
+    trace: str | None = None
+    trace_chunks: int = 2
 
 
 def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence[str] | None]) -> Settings:
@@ -113,10 +117,18 @@ def show_settings(settings: Settings) -> str:
     for name in ("gpu_memory", "cpu_memory"):
         if values[name] is not None:
             values[name] = write_bytes_or_fraction(values[name])
+    if settings.trace is not None:
+        values["trace"] = _QuotedText(settings.trace)
     return "".join(f"{name}: {_written(value)}\n" for name, value in values.items())
 
 
+class _QuotedText(str):
+    """Text of any kind, which YAML might take for something else."""
+
+
 def _written(value: Any) -> str:
+    if isinstance(value, _QuotedText):
+        return _quoted(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_quoted, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -182,6 +194,18 @@ def _whole(text: str) -> int:
     raise UsageError(f"{text!r} is not allowed; it must be a whole number, 0 or more")
 
 
+def _at_least_one(text: str) -> int:
+    if (value := _whole(text)) > 0:
+        return value
+    raise UsageError("0 is not allowed; it must be 1 or more")
+
+
+def _path(text: str) -> str:
+    if text:
+        return text
+    raise UsageError("a file has a name of at least one character")
+
+
 def _number(text: str) -> float:
     if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
         return float(text)
@@ -245,6 +269,8 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "stop": _stop_strings,
         "stats": _switch,
         "scrub": _switch,
+        "trace": _path,
+        "trace_chunks": _at_least_one,
     }
 )
 

@@ -19,6 +19,8 @@ from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider
 from longgen.shortage import shortage_reported
 
+MEASURED_BLOCKS = 4  # before the chunk, each a run: enough that merging their results takes all the memory it may
+
 
 def options_of(plan: MemoryPlan, options: EngineOptions) -> EngineOptions:
     """`options` with the sizes that were planned."""
@@ -109,17 +111,18 @@ def plan_again(
 
 
 def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) -> MeasuredUse:
-    """Runs a block, a chunk after it and a token in an engine with the smallest ring and nothing resident."""
+    """Runs a few blocks, a chunk after them and a token in an engine with the smallest ring and nothing resident."""
     meter.settle()
     supply = HostSupply(open_transfer(provider.device, warns=False))
     with shortage_reported("measuring a chunk", provider.device):
         smallest = replace(options, resident_blocks=0, ring_entries=2, ring_blocks=1, slot_tokens=None)
         engine = Engine.over(provider, smallest, None, supply)
-        before, count = meter.allocated(), options.block_size + options.chunk_tokens()
+        past = MEASURED_BLOCKS * options.block_size
+        before, count = meter.allocated(), past + options.chunk_tokens()
         ids = torch.randint(provider.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
         engine.store.announce(0, count + 1)
-        engine.extend(ids[: options.block_size])
-        engine.extend(ids[options.block_size :])
+        engine.extend(ids[:past])
+        engine.extend(ids[past:])
         engine.decode_step(int(ids[0]))
         engine.reset()
     engine.close()

@@ -101,12 +101,13 @@ class Pass:
             LongGenError: the layer is out of order, or the shape is not that of the pass.
         """
         self._expect(layer, q)
-        rows = [
-            self._attend_window(layer, member, q[i], k[i], v[i], scale)
-            if layer in self._windows
-            else self._attend_full(layer, member, q[i], k[i], v[i], scale)
-            for i, member in enumerate(self._members)
-        ]
+        with self._parts.label(f"attention of layer {layer}"):
+            rows = [
+                self._attend_window(layer, member, q[i], k[i], v[i], scale)
+                if layer in self._windows
+                else self._attend_full(layer, member, q[i], k[i], v[i], scale)
+                for i, member in enumerate(self._members)
+            ]
         return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
     def commit(self, accepted: int | Sequence[int] | None = None) -> None:
@@ -204,7 +205,8 @@ class Pass:
             tokens = slice(0, run.stop - run.start)
             self._add(merged, q, KVRead(entry.k[run.heads, tokens], entry.v[run.heads, tokens], run.heads), scale)
             self._prefetcher.give_back(entry)
-        return merged.finish(q.dtype)
+        with self._parts.label("merge"):
+            return merged.finish(q.dtype)
 
     def _add(self, merged: MergedAttention, q: torch.Tensor, read: KVRead, scale: float) -> None:
         """Attends to `read` with the query heads of its KV heads."""
@@ -212,5 +214,6 @@ class Pass:
         if heads != ALL_HEADS:
             groups = q.shape[0] // self._parts.layout.kv_heads
             heads = slice(heads.start * groups, heads.stop * groups)
-        merged.make_room()
+        with self._parts.label("merge"):
+            merged.make_room()
         merged.add(self._parts.kernels(AttentionCall(q[heads], read.k, read.v, scale)), heads)

@@ -87,20 +87,19 @@ def test_resident_blocks_are_cut_from_what_a_measured_chunk_leaves(build: Build,
     assert torch.equal(Engine.over(provider, options).prefill(ids), expected)
 
 
-def test_a_chunk_of_the_planned_size_is_run_after_a_block_and_before_a_token(
+def test_a_chunk_of_the_planned_size_is_run_after_some_blocks_and_before_a_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider, passes = load(build("qwen3")), []
-    forward = provider.forward
+    provider, passes, forward = load(build("qwen3")), [], Provider.forward
 
-    def noted(pass_: Pass, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        passes.append(ids.shape[1])
-        return forward(pass_, ids, *rest)
+    def noted(self: Provider, pass_: Pass, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        passes.append((ids.shape[1], *pass_.lengths))
+        return forward(self, pass_, ids, *rest)
 
-    monkeypatch.setattr(provider, "forward", noted)
+    monkeypatch.setattr(Provider, "forward", noted)  # of every engine's copy
     meter = FakeMeter(5000, 300)
     use = measure_use(provider, replace(OPTIONS, chunk_size=64, resident_blocks=9), meter)
-    assert passes == [16, 64, 1]
+    assert passes == [(64, 0), (64, 64), (1, 128)]
     assert use == MeasuredUse(runtime=300, allocator=70, activations=5000)
     assert meter.settled == 2
 
