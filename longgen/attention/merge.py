@@ -22,7 +22,7 @@ class Part:
 
     Attributes:
         out: [heads of the part, n, head_dim], any strides and float dtype.
-        lse: [heads of the part, n] fp32, natural logarithm; -inf in a row that saw no key, whose `out` is not read.
+        lse: [heads of the part, n] fp32, natural logarithm; -inf in a row that saw no key, whose `out` is finite.
         first_head: the query head that `out[0]` is of.
     """
 
@@ -57,7 +57,7 @@ class MergeKernel(Protocol):
         """Merges `parts`, two to `most_parts`, in fp32.
 
         Args:
-            parts: of which the first covers all heads. Whatever is fp32 in them may be changed.
+            parts: of which the first covers all heads, and may be changed if its `out` is fp32.
             out: [q_heads, n, head_dim], any strides and float dtype; may be the first part's own.
             lse: [q_heads, n] fp32, may be the first part's own; None: not wanted.
         """
@@ -76,23 +76,18 @@ class TorchMerge:
     def __call__(self, parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """See MergeKernel."""
         first, second = parts
-        merged, added = (_without_unseen(part) for part in parts)
+        merged = first.out.float()  # the same memory if it is fp32
         heads = second.heads
         old = first.lse[heads]
         new = torch.logaddexp(old, second.lse)
         base = new.masked_fill(new == -torch.inf, 0.0)  # no key seen by either: weights of zero, not NaN
         kept = merged[heads]
         kept *= (old - base).exp()[..., None]
-        kept += added.mul_((second.lse - base).exp()[..., None])
+        kept += second.out * (second.lse - base).exp()[..., None]
         if lse is not None:
             lse.copy_(first.lse)
             lse[heads] = new
         out.copy_(merged)
-
-
-def _without_unseen(part: Part) -> torch.Tensor:
-    """The part's `out` in fp32, zero in rows that saw no key; the same memory if it is fp32."""
-    return part.out.float().masked_fill_((part.lse == -torch.inf)[..., None], 0.0)
 
 
 class MergedAttention:
@@ -105,7 +100,7 @@ class MergedAttention:
     def __init__(self, first: Partial, kernel: MergeKernel | None = None) -> None:
         """Starts from one part: (out [q_heads, n, head_dim], lse [q_heads, n] fp32, natural logarithm).
 
-        The tensors of all parts are taken over and may be changed. `kernel`: None is TorchMerge.
+        Its tensors are taken over and may be changed. `kernel`: None is TorchMerge.
         """
         self._kernel = kernel or TorchMerge()
         self._parts = [Part(*first)]

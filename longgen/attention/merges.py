@@ -89,7 +89,7 @@ def _sample(
         out = torch.randn(shape, generator=generator, device=device).to(dtype).transpose(0, 1)
         lse = torch.randn(shape[1::-1], generator=generator, device=device)
         if index == 1:
-            out[0, -1], lse[0, -1] = torch.nan, -torch.inf
+            lse[0, -1] = -torch.inf
         yield (out, lse), heads
 
 

@@ -70,10 +70,9 @@ def _merge_rows(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     out_0 = tl.load(at_0, real[:, None] & width, 0.0).to(tl.float32)
     out_1 = tl.load(at_1, in_1[:, None] & width, 0.0).to(tl.float32)
     out_2 = tl.load(at_2, in_2[:, None] & width, 0.0).to(tl.float32)
-    # A row that saw no key may hold anything, NaN too.
-    merged = tl.where((lse_0 == nothing)[:, None], 0.0, out_0 * (weight_0 / divisor)[:, None])
-    merged += tl.where((lse_1 == nothing)[:, None], 0.0, out_1 * (weight_1 / divisor)[:, None])
-    merged += tl.where((lse_2 == nothing)[:, None], 0.0, out_2 * (weight_2 / divisor)[:, None])
+    merged = out_0 * (weight_0 / divisor)[:, None]
+    merged += out_1 * (weight_1 / divisor)[:, None]
+    merged += out_2 * (weight_2 / divisor)[:, None]
     tl.debug_barrier()  # the target may be the first part: every thread has read before one writes
     place = head * target_strides[0] + row[:, None] * target_strides[1] + channel[None, :] * target_strides[2]
     tl.store(target + place, merged.to(target.dtype.element_ty), real[:, None] & width)
