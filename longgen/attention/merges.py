@@ -18,13 +18,13 @@ CHECK_HEADS = 4
 class Merges:
     """Takes each merge to the first kernel that does not refuse its first part and that agreed with TorchMerge.
 
-    A kernel is checked once for each dtype and head size, on its first use or in `prepare`.
+    A kernel is checked once for each head size, in the dtype that it meets first or that `prepare` is told.
     """
 
     def __init__(self, kernels: Sequence[MergeKernel] = ()) -> None:
         """`kernels`: fastest first; TorchMerge comes after them."""
         self._kernels = (*kernels, TorchMerge())
-        self._verdicts: dict[tuple[str, torch.dtype, int], str | None] = {}
+        self._verdicts: dict[tuple[str, int], str | None] = {}
 
     def begin(self, first: Partial) -> MergedAttention:
         """A merge that starts from one part, as MergedAttention does."""
@@ -47,7 +47,7 @@ class Merges:
         reason = kernel.refuses(part)
         if reason is not None or isinstance(kernel, TorchMerge):
             return reason
-        key = (kernel.name, part.out.dtype, part.out.shape[2])
+        key = (kernel.name, part.out.shape[2])
         if key not in self._verdicts:
             self._verdicts[key] = _disagreement(kernel, part.out.dtype, part.out.shape[2], part.out.device)
         return self._verdicts[key]

@@ -19,7 +19,7 @@ COLUMNS = ("rows", "what", "kernel", "us", "bytes", "gbps", "of_memory", "error"
 
 
 def run(settings: Settings) -> Result:
-    """A row for each number of query rows, kernel and kind of merge: as many parts as it takes into the sum, and all."""
+    """A row for each number of query rows, kernel and kind of merge: what it takes at once into the sum, and all."""
     memory = memory_rate(settings)
     verdicts = Merges((triton_merge(),)).explain(torch.bfloat16, HEAD_DIM, settings.device)
     found: list[dict[str, Any]] = []
