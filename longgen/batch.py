@@ -178,6 +178,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         dtype=settings.dtype,
         block_size=settings.block_size,
         chunk_size=settings.chunk_size,
+        compile=settings.compile,
         scrub=settings.scrub,
     )
 

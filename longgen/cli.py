@@ -126,6 +126,9 @@ def run(
     ] = None,
     stats: Annotated[bool | None, typer.Option(help="Print the figures of every request and of the run.")] = None,
     scrub: Annotated[bool | None, typer.Option(help="Overwrite a request's KV in memory when it ends.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Compile norms, rotary angles and MLPs; the first time takes a minute.")
+    ] = None,
     trace: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a Chrome trace of a prompt's last chunks and first tokens."),

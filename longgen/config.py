@@ -60,6 +60,7 @@ class Settings:
     stop: strings that end a text; None is none.
     stats: whether to print the figures of every request and of the run.
     scrub: whether to overwrite a request's KV in host memory when it ends.
+    compile: whether norms, rotary angles and MLPs are compiled.
     trace: file for a Chrome trace of part of the run; None: no trace.
     trace_chunks: how many of a prompt's last chunks are in it.
     """
@@ -88,6 +89,7 @@ class Settings:
     stop: tuple[str, ...] | None = None
     stats: bool = False
     scrub: bool = False
+    compile: bool = False
     trace: str | None = None
     trace_chunks: int = 2
 
@@ -269,6 +271,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "stop": _stop_strings,
         "stats": _switch,
         "scrub": _switch,
+        "compile": _switch,
         "trace": _path,
         "trace_chunks": _at_least_one,
     }

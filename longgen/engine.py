@@ -113,6 +113,8 @@ class Engine:
         dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
             provider = Provider.load(folder, dtype=dtype, device=device, yarn_factor=options.yarn_factor)
+            if options.compile:
+                provider.compile((options.chunk_tokens(), 1))
             options = resize(provider, options) if resize else options
             return cls.over(provider, options, policy, supply, trace)
 
