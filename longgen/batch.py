@@ -200,7 +200,9 @@ def make_plan(
     make_current(device)
     shape = model_shape(config, Path(model).name or model, None if settings.dtype == "auto" else settings.dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), shape, device)
-    choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
+    choices = PlanOptions(
+        settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots, settings.compile
+    )
     planner = Planner(shape, machine, choices)
     plan = planner.plan(*max(sizes, key=sum))
     for line in summary(plan):

@@ -184,13 +184,17 @@ def plan(
     ] = None,
     chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
     resident_blocks: Annotated[str | None, typer.Option(metavar="N", help="Default: what fits.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Predict times of compiled norms, rotary angles and MLPs.")
+    ] = None,
     slots: Annotated[
         int, typer.Option(metavar="N", min=1, help="Requests of that length alive at once, each in a slot.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a request needs and how long it will take, without weights and without a GPU."""
-    names = ("max_new_tokens", "gpu_memory", "cpu_memory", "dtype", "block_size", "chunk_size", "resident_blocks")
+    sizes = ("block_size", "chunk_size", "resident_blocks")
+    names = ("max_new_tokens", "gpu_memory", "cpu_memory", "dtype", "compile", *sizes)
     given = locals()
     settings = load_settings(None, {name: given[name] for name in names})
 

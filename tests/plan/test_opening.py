@@ -51,7 +51,7 @@ class FakeMeter:
         return self.runtime
 
 
-def tiny_planner(folder: Path, gpu: int, **options: int) -> Planner:
+def tiny_planner(folder: Path, gpu: int, **options: Any) -> Planner:
     """Of a GPU of so many bytes beside what CUDA takes."""
     rates = reference_rates(64)
     device = DeviceBudget(gpu, 140 * GIB, "a test")
