@@ -175,3 +175,16 @@ def test_without_a_trace_nothing_is_labelled(checkpoint: Path, monkeypatch: pyte
     with traced(None, CPU, io.StringIO()) as nothing:
         assert nothing is None
     assert unlabelled("x").__enter__() is None
+
+
+@pytest.mark.cuda
+def test_on_cuda_kernels_and_copies_are_recorded_by_stream(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "t.json"
+    assert run(checkpoint, prompt, "--device", "cuda", "--trace", str(trace)) == 0
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    streams = {
+        what: {event["args"]["stream"] for event in events if event.get("cat") == what}
+        for what in ("kernel", "gpu_memcpy")
+    }
+    assert streams["kernel"] and len(streams["gpu_memcpy"] - streams["kernel"]) >= 2  # loads and offloads
+    assert "attention of layer 0" in names(trace)
