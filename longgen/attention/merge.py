@@ -42,6 +42,7 @@ class MergeKernel(Protocol):
     Attributes:
         name: for people.
         most_parts: parts it takes in one call, two at least. More of them move fewer bytes and hold more memory.
+        in_place: whether it takes least memory when the first part is fp32 and its `out` is where the result goes.
     """
 
     @property
@@ -49,6 +50,9 @@ class MergeKernel(Protocol):
 
     @property
     def most_parts(self) -> int: ...
+
+    @property
+    def in_place(self) -> bool: ...
 
     def refuses(self, part: Part) -> str | None:
         """Why this kernel cannot merge parts like this one, or None."""
@@ -68,6 +72,7 @@ class TorchMerge:
 
     name = "torch"
     most_parts = 2
+    in_place = True
 
     def refuses(self, part: Part) -> str | None:
         """Never refuses."""
@@ -103,7 +108,8 @@ class MergedAttention:
         Its tensors are taken over and may be changed. `kernel`: None is TorchMerge.
         """
         self._kernel = kernel or TorchMerge()
-        self._parts = [Part(*first)]
+        out, lse = first
+        self._parts = [Part(out.float() if self._kernel.in_place else out, lse)]
 
     def add(self, part: Partial, heads: slice = ALL_HEADS) -> None:
         """Adds a part for the query heads `heads`."""
@@ -127,6 +133,8 @@ class MergedAttention:
 
     def finish(self, dtype: torch.dtype) -> torch.Tensor:
         """The merged output in `dtype`, token-major, [n, q_heads, head_dim]. Ends the merge."""
+        if self._kernel.in_place:
+            self._merge()
         first = self._parts[0].out
         if len(self._parts) == 1:
             return first.to(dtype).transpose(0, 1)

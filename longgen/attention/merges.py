@@ -57,6 +57,7 @@ class UnavailableMerge:
     """A kernel that cannot be imported; kept in the list so that its absence is explained."""
 
     most_parts = 2
+    in_place = False
 
     def __init__(self, name: str, reason: str) -> None:
         self.name, self._reason = name, reason

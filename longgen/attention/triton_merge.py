@@ -86,6 +86,7 @@ class TritonMerge:
 
     name = "triton"
     most_parts = 3
+    in_place = False
 
     def __init__(self, device_type: str = "cuda") -> None:
         """`device_type`: of the tensors; Triton's interpreter takes those of the CPU."""

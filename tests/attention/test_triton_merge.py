@@ -151,6 +151,7 @@ class Faulty:
 
     name = "faulty"
     most_parts = 2
+    in_place = True
 
     def __init__(self, spoil: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
         self._spoil = spoil
