@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ import typer
 import longgen
 from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
-from longgen.requests import read_requests
+from longgen.evaluation.haystack import Kind
+from longgen.records import open_prompts
+from longgen.startup import import_libraries
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -35,6 +38,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Generate after very long prompts on one GPU, with the KV cache in host memory.",
 )
+
+evaluation = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Judge what a model finds in long text.")
+app.add_typer(evaluation, name="eval")
 
 
 def _show_version(asked: bool) -> None:
@@ -62,7 +68,12 @@ def run(
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE|-", help="Text file, or - for standard input. May be repeated. Required."),
+        typer.Option(
+            "--prompt",
+            "-f",
+            metavar="FILE|-",
+            help="Text file, .jsonl file of records, or - for standard input. May be repeated. Required.",
+        ),
     ] = None,
     max_len: Annotated[
         str | None,
@@ -134,11 +145,29 @@ def run(
         typer.Option(metavar="FILE", help="Write a Chrome trace of a prompt's last chunks and first tokens."),
     ] = None,
     trace_chunks: Annotated[str | None, typer.Option(metavar="N", help="Chunks in the trace. Default: 2.")] = None,
+    prompt_format: Annotated[
+        str | None,
+        typer.Option(metavar="auto|text|jsonl", help="Of the prompts. Default: auto, JSONL where the name ends so."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A line of JSON for every prompt goes there. One that is there is resumed."),
+    ] = None,
+    output_format: Annotated[
+        str | None, typer.Option(metavar="jsonl|openai", help="Of results. Default: jsonl for a batch, else text.")
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume/--no-resume", help="Go on with an output that is there, or refuse it.")
+    ] = None,
+    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="Replace an output that is there.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only every N-th record, from the I-th on. For job arrays.")
+    ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the settings as they would hold, as YAML, and exit.")
     ] = False,
 ) -> None:
-    """Answer prompts: the text streams to standard output, everything else goes to standard error."""
+    """Answer prompts: text, or a line for each record, to standard output; everything else to standard error."""
     given = locals()
     with _stopping():
         settings = load_settings(config, {setting.name: given[setting.name] for setting in fields(Settings)})
@@ -147,7 +176,8 @@ def run(
             return
         if model is None or not prompt:
             raise UsageError(f"give {'--model' if model is None else '--prompt'}; longgen run --help explains both")
-        requests = read_requests(prompt, sys.stdin.buffer if sys.stdin else None, settings.encoding_errors)
+        requests, settings = open_prompts(prompt, sys.stdin.buffer if sys.stdin else None, settings)
+        import_libraries()
 
         from longgen import batch
 
@@ -207,12 +237,111 @@ def plan(
 
 
 @app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR|HUB_ID|NAME", help="A checkpoint, whose weights are loaded.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="YAML|NAME|DIR", help="A model's shape, with random weights made on the spot.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="LENGTH[,...]", help="Tokens of the prompts, as 16K,128K. Required.")
+    ] = None,
+    resident_blocks: Annotated[
+        str | None,
+        typer.Option(metavar="all|N", help="Blocks of each layer kept on the device, 0 is none. Default: what fits."),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Prefills of each length. Default: 3, from 512K on 1.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Decoded tokens of each length.")] = 8,
+    random_kv: Annotated[
+        bool, typer.Option("--random-kv", help="Fill the cache with random values instead of running a prompt.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw time against length, as PNG, SVG or PDF.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Default: auto.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="auto|bfloat16|float16|float32", help="Default: auto.")] = None,
+    gpu_memory: GpuMemory = None,
+    cpu_memory: CpuMemory = None,
+    block_size: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Tokens in a block of the KV cache. Default: 1024.")
+    ] = None,
+    chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
+) -> None:
+    """Measure prefill and decoding beside what the machine allows: a table, and one line of JSON."""
+    names = ("device", "dtype", "gpu_memory", "cpu_memory", "block_size", "chunk_size")
+    given = locals()
+    settings = load_settings(None, {name: given[name] for name in names})
+    if not lengths:
+        raise UsageError("give --lengths, such as 16K,128K; longgen bench --help explains it")
+    wanted = tuple(parse_length(text) for text in lengths.split(","))
+
+    from longgen.benchmarking import command as benchmarking
+
+    chosen = benchmarking.BenchOptions(
+        wanted, benchmarking.parse_resident(resident_blocks), repeats, steps, random_kv, plot
+    )
+    with _stopping():
+        line = shlex.join(["longgen", *sys.argv[1:]])
+        raise typer.Exit(benchmarking.bench(model, shape, chosen, settings, line, sys.stdout, sys.stderr))
+
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has, what is missing, and what each means."""
     from longgen import doctor as examination
 
     with _stopping():
         examination.report(as_json, sys.stdout)
+
+
+@evaluation.command()
+def needle(
+    model: Annotated[str | None, typer.Option(metavar="DIR|HUB_ID|NAME", help="As for run. Required.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="LENGTH[,...]", help="Tokens of the prompts, as 4K,64K,1M. Required.")
+    ] = None,
+    depths: Annotated[int, typer.Option(metavar="N", min=1, help="Depths at each length, start to end.")] = 10,
+    kind: Annotated[
+        Kind, typer.Option(help="A pass key, a magic number, or four magic numbers of which one is asked for.")
+    ] = Kind.passkey,
+    output: Annotated[str | None, typer.Option(metavar="FILE", help="As for run. Default: standard output.")] = None,
+    resume: Annotated[bool | None, typer.Option("--resume/--no-resume", help="As for run.")] = None,
+    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="As for run.")] = None,
+    inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Keep the prompts in the results.")] = True,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a heat map; needs matplotlib.")] = None,
+    max_new_tokens: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Most tokens of an answer. Default: 64.")
+    ] = None,
+    max_len: Annotated[str | None, typer.Option(metavar="LENGTH", help="As for run.")] = None,
+    rope: Annotated[str | None, typer.Option(metavar="auto|none|yarn[:FACTOR]", help="As for run.")] = None,
+    chat: Annotated[bool | None, typer.Option("--chat/--raw", help="As for run.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Default: auto.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="auto|bfloat16|float16|float32", help="Default: auto.")] = None,
+    block_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="As for run.")] = None,
+    chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="As for run.")] = None,
+    resident_blocks: Annotated[str | None, typer.Option(metavar="N", help="As for run.")] = None,
+    gpu_memory: GpuMemory = None,
+    cpu_memory: CpuMemory = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Of the numbers and the filler. Default: 0.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="YAML", help="As for run.")] = None,
+    progress: Annotated[bool | None, typer.Option(help="As for run.")] = None,
+) -> None:
+    """Hide numbers in long texts, at several lengths and depths, and score the answers."""
+    given = locals()
+    with _stopping():
+        names = {setting.name for setting in fields(Settings)} & given.keys()
+        from longgen.evaluation import needle_run
+
+        flags = {name: given[name] for name in names}
+        settings = load_settings(config, flags, {"max_new_tokens": needle_run.MAX_NEW_TOKENS})
+        if model is None or lengths is None:
+            raise UsageError(f"give {'--model' if model is None else '--lengths'}; longgen eval needle --help explains")
+        tokens = tuple(parse_length(text) for text in lengths.split(","))
+        options = needle_run.NeedleOptions(tokens, depths, kind, plot, inputs)
+        raise typer.Exit(needle_run.run(model, options, settings, sys.stdout.buffer, sys.stderr))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ _LENGTH = re.compile(r"([1-9][0-9]{0,17})([kKmM]?)")
 _DECIMAL = re.compile(r"((?:0|[1-9][0-9]{0,17})\.[0-9]{1,18})([km])")
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_SHARD = re.compile(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
 _NULL = "tag:yaml.org,2002:null"
 _LENGTH_HELP = (
     "write a whole number of tokens above 0, such as 4096, 4k (4,000), 4K (4,096), 25.6k, 2m or 4M (4,194,304)"
@@ -63,6 +64,12 @@ class Settings:
     compile: whether norms, rotary angles and MLPs are compiled.
     trace: file for a Chrome trace of part of the run; None: no trace.
     trace_chunks: how many of a prompt's last chunks are in it.
+    prompt_format: "auto" (JSONL where the name says so), "text" or "jsonl".
+    output: path of a file for the results; None is standard output.
+    output_format: "jsonl" or "openai", a result in a line; None is plain text for text prompts.
+    resume: whether to go on with an output that is there; else it is refused.
+    overwrite: whether to replace an output that is there.
+    shard: "I/N", the I-th of N parts of the records; None is all of them.
     """
 
     max_len: int | None = None
@@ -92,11 +99,22 @@ class Settings:
     compile: bool = False
     trace: str | None = None
     trace_chunks: int = 2
+    prompt_format: str = "auto"
+    output: str | None = None
+    output_format: str | None = None
+    resume: bool = True
+    overwrite: bool = False
+    shard: str | None = None
 
 
-def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence[str] | None]) -> Settings:
+def load_settings(
+    config: Path | None,
+    flags: Mapping[str, str | bool | Sequence[str] | None],
+    defaults: Mapping[str, Any] | None = None,
+) -> Settings:
     """Settings from the defaults, the YAML file `config` (None: no file) and flags (None or no values: not given).
 
+    defaults: values that stand in for the built-in ones of the same names.
     Raises UsageError for a file that cannot be read, an unknown name or a value that is not allowed.
     """
     values: dict[str, Any] = {}
@@ -110,7 +128,7 @@ def load_settings(config: Path | None, flags: Mapping[str, str | bool | Sequence
             values[name] = _parse(name, str(value).lower(), "")
         elif value is not None and not (isinstance(value, list) and not value):
             values[name] = _parse(name, value, "")
-    return Settings(**values)
+    return Settings(**{**(defaults or {}), **values})
 
 
 def show_settings(settings: Settings) -> str:
@@ -119,18 +137,13 @@ def show_settings(settings: Settings) -> str:
     for name in ("gpu_memory", "cpu_memory"):
         if values[name] is not None:
             values[name] = write_bytes_or_fraction(values[name])
-    if settings.trace is not None:
-        values["trace"] = _QuotedText(settings.trace)
+    for name in ("output", "trace"):
+        if values[name] is not None:
+            values[name] = _quoted(values[name])
     return "".join(f"{name}: {_written(value)}\n" for name, value in values.items())
 
 
-class _QuotedText(str):
-    """Text of any kind, which YAML might take for something else."""
-
-
 def _written(value: Any) -> str:
-    if isinstance(value, _QuotedText):
-        return _quoted(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_quoted, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -156,8 +169,8 @@ def sampling_settings(settings: Settings, checkpoint: Mapping[str, Any]) -> Samp
         samples = _checkpoint_value("do_sample", checkpoint.get("do_sample") or False)
         values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
     given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    chosen = SamplingSettings(**{**values, **given})
-    idle = [name for name in ("top_k", "top_p", "min_p") if name in given]
+    chosen, off = SamplingSettings(**{**values, **given}), SamplingSettings()
+    idle = [name for name in ("top_k", "top_p", "min_p") if name in given and given[name] != getattr(off, name)]
     if chosen.greedy and idle and settings.temperature is None:
         raise UsageError(f"{idle[0]} has no effect on greedy decoding; give a temperature above 0 too, such as 0.7")
     return chosen
@@ -202,12 +215,6 @@ def _at_least_one(text: str) -> int:
     raise UsageError("0 is not allowed; it must be 1 or more")
 
 
-def _path(text: str) -> str:
-    if text:
-        return text
-    raise UsageError("a file has a name of at least one character")
-
-
 def _number(text: str) -> float:
     if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
         return float(text)
@@ -234,6 +241,25 @@ def _stop_strings(texts: str | Sequence[str]) -> tuple[str, ...]:
     if not all(stops):
         raise UsageError("a stop string must have at least one character")
     return stops
+
+
+def _path(text: str) -> str:
+    if text:
+        return text
+    raise UsageError("the name of a file is empty")
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(2, 8) from "2/8". Raises UsageError."""
+    match = _SHARD.fullmatch(text)
+    if match and int(match[1]) <= int(match[2]):
+        return int(match[1]), int(match[2])
+    raise UsageError(f"{text!r} is not a shard; write I/N, from 1/N to N/N, such as 2/8")
+
+
+def _shard(text: str) -> str:
+    parse_shard(text)
+    return text
 
 
 def _word(*words: str, pattern: str = "", hint: str = "") -> Callable[[str], str]:
@@ -274,6 +300,12 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "compile": _switch,
         "trace": _path,
         "trace_chunks": _at_least_one,
+        "prompt_format": _word("auto", "text", "jsonl"),
+        "output": _path,
+        "output_format": _word("jsonl", "openai"),
+        "resume": _switch,
+        "overwrite": _switch,
+        "shard": _shard,
     }
 )
 

@@ -119,9 +119,30 @@ def layer_flop(shape: ModelShape, tokens: int) -> float:
 
 def attention_flop(shape: ModelShape, tokens: int, past: float) -> float:
     """FLOP of attention of `tokens` new tokens over `past` earlier ones and, causally, themselves: four a query
-    channel and key."""
-    queries = 4.0 * shape.q_heads * shape.head_dim * tokens
-    flop = shape.count(FULL) * queries * (past + tokens / 2)
-    if shape.window is not None:
-        flop += shape.count(WINDOW) * queries * min(shape.window, past + tokens / 2)
-    return flop
+    channel and key that it sees."""
+    pairs = shape.count(FULL) * _seen_keys(tokens, past, None) + shape.count(WINDOW) * _seen_keys(
+        tokens, past, shape.window
+    )
+    return 4.0 * shape.q_heads * shape.head_dim * pairs
+
+
+def _seen_keys(tokens: int, past: float, window: int | None) -> float:
+    """Keys that each of `tokens` queries after `past` others sees, summed: position p sees p + 1, at most `window`."""
+    seen = tokens * past + tokens * (tokens + 1) / 2
+    if window is None:
+        return seen
+    hiding = min(tokens, max(0.0, past + tokens - window))  # the last queries, which see fewer than all before them
+    return seen - hiding * (past + tokens - window) + hiding * (hiding - 1) / 2
+
+
+def head_flop(shape: ModelShape, rows: int) -> float:
+    """FLOP of the logits of `rows` tokens."""
+    return 2.0 * shape.vocab * shape.hidden * rows
+
+
+def step_read_bytes(shape: ModelShape, past: int) -> float:
+    """Device bytes that decoding one token after `past` others reads: the weights it goes through, K and V of the
+    keys it sees, and recurrent states."""
+    weights = (shape.active_parameters + shape.vocab * shape.hidden) * shape.element_bytes
+    keys = shape.count(FULL) * past + shape.count(WINDOW) * min(past, shape.window or past)
+    return float(weights + keys * shape.kv(1).token_bytes + shape.state_bytes(1))

@@ -8,7 +8,6 @@ import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +15,7 @@ import torch
 
 from longgen.attention.backends import default_kernels
 from longgen.attention.kernels import CallKind, Rows
+from longgen.facts import driver_version, package_version
 from longgen.kv.budget import cgroup_limits, host_budget, locked_memory_limit
 from longgen.kv.transfer import open_transfer
 from longgen.measure import CopyRates, measure_copies
@@ -23,6 +23,7 @@ from longgen.units import show_bytes
 
 HEAD_DIMS = (128, 256)  # of the models there are
 GROUPS = 4
+NOT_INSTALLED = "not installed"
 SLOW_COPIES = 20e9  # bytes/s; a PCIe 4 slot with all its lanes does 25e9
 _PINNED_MEANING = "pinned memory copies at the full rate of the wire; pageable memory at about a sixth"
 
@@ -70,22 +71,20 @@ def _software() -> Iterator[Finding]:
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     state = "ok" if torch.version.cuda else "note"
     yield Finding("torch", state, f"{torch.__version__}, {cuda}", "without CUDA in torch a GPU is not seen")
-    yield Finding("transformers", "ok", _version("transformers"), "the model's own modules; 5.17 or newer is needed")
+    yield Finding(
+        "transformers",
+        "ok",
+        package_version("transformers") or NOT_INSTALLED,
+        "the model's own modules; 5.17 or newer is needed",
+    )
     optional = {
         "flash-attn": "FlashAttention 2: the fastest decode; without it torch's own kernel serves",
         "flash-linear-attention": "fast recurrent layers of Qwen3-Next and Qwen3.5; without it they are slow",
         "causal-conv1d": "their convolution; without it torch's own serves",
     }
     for name, meaning in optional.items():
-        found = _version(name)
-        yield Finding(name, "ok" if found != "not installed" else "missing", found, meaning)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+        found = package_version(name)
+        yield Finding(name, "ok" if found else "missing", found or NOT_INSTALLED, meaning)
 
 
 def _host(root: Path) -> Iterator[Finding]:
@@ -121,7 +120,7 @@ def _why_no_cuda() -> str:
 def _gpu(device: torch.device) -> Iterator[Finding]:
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    value = f"{properties.name}, compute capability {properties.major}.{properties.minor}, driver {_driver()}"
+    value = f"{properties.name}, compute capability {properties.major}.{properties.minor}, driver {driver_version()}"
     state = "ok" if (properties.major, properties.minor) >= (8, 0) else "note"
     yield Finding("GPU", state, value, "below 8.0 the fused attention kernels do not run")
     yield Finding(
@@ -133,15 +132,6 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     if count > 1:
         yield Finding("other GPUs", "note", f"{count} in all", "one is used; choose it with --device cuda:N")
-
-
-def _driver() -> str:
-    """The driver's version from the kernel module, without asking a tool."""
-    try:
-        first = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, IndexError):
-        return "unknown"
-    return next((word for word in first.split() if word[0].isdigit() and "." in word), "unknown")
 
 
 def _backends(device: torch.device) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from longgen.kv.store import KVStore
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Event, Queue, open_transfer
 from longgen.metrics import Observer, RequestStats
+from longgen.model.checkpoint import CheckedFolder
 from longgen.model.provider import Provider, StateSnapshot
 from longgen.options import EngineOptions
 from longgen.sampling import Sampler
@@ -89,7 +90,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        folder: Path,
+        folder: Path | CheckedFolder,
         options: EngineOptions,
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
@@ -205,6 +206,16 @@ class Engine:
     ) -> torch.Tensor:
         """Appends tokens to a slot, chunk by chunk; returns the logits after the last one, float32 [vocab]."""
         return self._extend(self._ids(tokens), slot_id, on_chunk)
+
+    def fill_random(self, tokens: int, slot_id: int = 0, *, new_tokens: int = 0, seed: int = 0) -> None:
+        """Makes a slot hold `tokens` tokens of random K, V and recurrent states, for decoding at a depth without a
+        prefill; see KVStore.fill_random. In the figures it counts as one. new_tokens: as in `prefill`."""
+        self.begin_request(slot_id, tokens + new_tokens)
+        with self._emptied_on_failure([slot_id]), self._turns.turn():
+            generator = torch.Generator(self.provider.device).manual_seed(seed)
+            self.store.fill_random(slot_id, tokens, generator)
+            self.provider.fill_random(slot_id, generator)
+            self.observer.passed([slot_id], Phase.PREFILL, tokens)
 
     def decode_step(self, token: int, slot_id: int = 0) -> torch.Tensor:
         """Appends one token to a slot that holds some; returns the logits after it, float32 [vocab]."""

@@ -22,10 +22,10 @@ class CheckpointError(LongGenError):
 
 
 class OutputError(LongGenError):
-    """Standard output cannot be written, for the reason of an OSError: nothing that is still to come can be either."""
+    """The output cannot be written, for the reason of an OSError: nothing that is still to come can be either."""
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(f"standard output cannot be written: {error.strerror or error}")
+    def __init__(self, error: OSError, name: str = "standard output") -> None:
+        super().__init__(f"{name} cannot be written: {error.strerror or error}")
 
 
 class CapacityError(LongGenError):

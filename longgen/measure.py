@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from longgen.attention.backends import default_kernels
 from longgen.attention.call import AttentionCall
+from longgen.attention.plain import PlainTorch
 from longgen.kv.predict import Rates
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Transfer, open_transfer
@@ -63,16 +65,38 @@ def measure_attention(
     transfer: Transfer, shape: ModelShape, rows: int = ROWS, keys: int = KEYS, clock: Clock = time.perf_counter
 ) -> float:
     """FLOP a second of the backend that a prefill of this model uses, over a run of keys without a mask."""
+    kernels, call = default_kernels(transfer.device), _random_call(transfer, shape, rows, keys)
+    return call_flop(call) / _seconds(lambda: kernels(call), transfer, clock)
+
+
+def measure_backends(
+    transfer: Transfer, shape: ModelShape, rows: int, keys: int, clock: Clock = time.perf_counter
+) -> dict[str, float]:
+    """FLOP a second of every backend that takes such a call of this model's heads, in the order they are tried.
+
+    The last resort, plain torch, is left out where there is another: it would take minutes.
+    """
+    kernels, call = default_kernels(transfer.device), _random_call(transfer, shape, rows, keys)
+    taking = kernels.taking(call)
+    fast = [backend for backend in taking if backend.name != PlainTorch.name] or taking
+    return {backend.name: call_flop(call) / _seconds(partial(backend, call), transfer, clock) for backend in fast}
+
+
+def call_flop(call: AttentionCall) -> float:
+    """Two matrix products, a multiplication and an addition each: 4 * q_heads * rows * keys * head_dim, no mask."""
+    q_heads, rows, head_dim = call.q.shape
+    return 4.0 * q_heads * rows * call.k.shape[1] * head_dim
+
+
+def _random_call(transfer: Transfer, shape: ModelShape, rows: int, keys: int) -> AttentionCall:
+    """Without a mask: what a chunk does to a run of the past."""
     dtype = getattr(torch, shape.dtype)
 
     def normal(heads: int, tokens: int) -> torch.Tensor:
         return torch.randn(heads, tokens, shape.head_dim, device=transfer.device, dtype=dtype)
 
     q, k, v = normal(shape.q_heads, rows), normal(shape.kv_heads, keys), normal(shape.kv_heads, keys)
-    kernels = default_kernels(transfer.device)
-    call = AttentionCall(q, k, v, shape.head_dim**-0.5)
-    flop = 4.0 * shape.q_heads * shape.head_dim * rows * keys
-    return flop / _seconds(lambda: kernels(call), transfer, clock)
+    return AttentionCall(q, k, v, shape.head_dim**-0.5)
 
 
 def measure_matmul(transfer: Transfer, dtype: torch.dtype, side: int = SIDE, clock: Clock = time.perf_counter) -> float:
@@ -86,6 +110,29 @@ def measure_memory(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = 
     source = torch.zeros(nbytes, dtype=torch.uint8, device=transfer.device)
     target = torch.empty_like(source)
     return 2.0 * nbytes / _seconds(lambda: target.copy_(source), transfer, clock)
+
+
+def measure_loads(transfer: Transfer, nbytes: int, total: int, clock: Clock = time.perf_counter) -> float:
+    """Bytes a second of copies to the device of `nbytes` each, one after another, as a ring is filled, without anything
+    that reads it. total: bytes of host memory that they come from."""
+    count = max(1, total // nbytes)
+    host = transfer.allocate_host(count * nbytes).view(count, 1, nbytes, 1)
+    device = torch.empty(2, 1, nbytes, 1, dtype=torch.uint8, device=transfer.device)
+
+    def load() -> None:
+        for index in range(count):
+            transfer.load(device[index % 2], host[index])
+
+    return count * nbytes / _seconds(load, transfer, clock)
+
+
+def timed(work: Callable[[], object], drain: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    """Seconds of one `work`, from an idle device to an idle device. drain: waits until the device is idle."""
+    drain()
+    started = clock()
+    work()
+    drain()
+    return max(clock() - started, 1e-9)
 
 
 def measure_pinning(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = time.perf_counter) -> float:

@@ -155,6 +155,10 @@ class Observer:
             host_bytes=blocks.host * self._store.layout.block_bytes,
         )
 
+    def phases(self) -> dict[str, float]:
+        """Seconds of all requests that have ended, up to their first tokens and after them."""
+        return {"prefill": self._totals.prefill_seconds, "decode": self._totals.decode_seconds}
+
     def run(self) -> RunStats:
         """The sums over all requests that have ended."""
         totals = self._totals

@@ -70,6 +70,7 @@ class ModelShape:
         qkv_bias, output_bias: biases of the attention's projections.
         trained_window: tokens the model was made for, YaRN included.
         dtype: of its weights.
+        family: the model type, without `_text`.
     """
 
     name: str
@@ -90,6 +91,7 @@ class ModelShape:
     qkv_bias: bool = False
     output_bias: bool = False
     dtype: str = "bfloat16"
+    family: str = "qwen3"
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:

@@ -38,7 +38,9 @@ def known_models() -> tuple[KnownModel, ...]:
     """All models of longgen/data/models.yaml, in its order."""
     text = files("longgen").joinpath("data/models.yaml").read_text(encoding="utf-8")
     models = []
-    for name, entry in yaml.safe_load(text).items():
+    # libyaml's loader where it is there: every run looks its model up, and Python takes 50 ms to parse the table.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for name, entry in yaml.load(text, Loader=loader).items():
         aliases = tuple(entry.get("aliases", ()))
         models.append(KnownModel(name, aliases, entry["hub"], shape_from_mapping(entry, name, "models.yaml")))
     return tuple(models)
@@ -126,6 +128,7 @@ def _shape(entry: Mapping[str, Any], name: str) -> ModelShape:
         qkv_bias=family.startswith("qwen2") or bias,
         output_bias=bias and not family.startswith("qwen2"),
         dtype=str(entry.get("dtype", "bfloat16")),
+        family=family,
         **numbers,
     )
 

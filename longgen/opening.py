@@ -4,6 +4,8 @@ chunk is measured, so that resident blocks are cut from what is really left of t
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 from dataclasses import replace
 from itertools import accumulate, takewhile
 from typing import Protocol
@@ -20,6 +22,7 @@ from longgen.model.provider import Provider
 from longgen.shortage import shortage_reported
 
 MEASURED_BLOCKS = 4  # before the chunk, each a run: enough that merging their results takes all the memory it may
+STEPS = 3  # whose time is taken; the median counts
 
 
 def options_of(plan: MemoryPlan, options: EngineOptions) -> EngineOptions:
@@ -101,17 +104,33 @@ def meter_of(device: torch.device, plan: MemoryPlan) -> MemoryMeter | None:
 def plan_again(
     planner: Planner, plan: MemoryPlan, provider: Provider, options: EngineOptions, meter: MemoryMeter | None
 ) -> MemoryPlan:
-    """The plan with the device memory that a chunk is seen to take; without a meter, the plan as it is.
+    """The plan with the device memory that a chunk is seen to take; without a meter, or where that could change
+    nothing, the plan as it is.
 
     Raises CapacityError if not even a plan without resident blocks fits.
     """
-    if meter is None:
+    if meter is None or plan.roomy:
         return plan
     return planner.again(plan, measure_use(provider, options_of(plan, options), meter))
 
 
+def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
+    """Seconds of a decode step that reads no run: of the first of ids [n], after the others, all in the open block."""
+    engine.prefill(ids[1:], new_tokens=1 + STEPS)
+    engine.decode_step(int(ids[0]))
+    transfer, seconds = engine.store.transfer, []
+    for _ in range(STEPS):
+        transfer.drain()
+        started = time.perf_counter()
+        engine.decode_step(int(ids[0]))
+        transfer.drain()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
 def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) -> MeasuredUse:
-    """Runs a few blocks, a chunk after them and a token in an engine with the smallest ring and nothing resident."""
+    """Runs a few blocks, a chunk after them and a token in an engine with the smallest ring and nothing resident, then
+    some tokens in an open block for the time of one."""
     meter.settle()
     supply = HostSupply(open_transfer(provider.device, warns=False))
     with shortage_reported("measuring a chunk", provider.device):
@@ -124,10 +143,11 @@ def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) 
         engine.extend(ids[:past])
         engine.extend(ids[past:])
         engine.decode_step(int(ids[0]))
+        peak, reserved = meter.peak(), meter.reserved()
+        step = _step_seconds(engine, ids[: max(2, options.block_size - STEPS)])
         engine.reset()
     engine.close()
-    peak, reserved = meter.peak(), meter.reserved()
-    use = MeasuredUse(meter.outside(), allocator=max(0, reserved - peak), activations=peak - before)
+    use = MeasuredUse(meter.outside(), max(0, reserved - peak), peak - before, step)
     del engine, supply
     meter.settle()
     return use

@@ -8,6 +8,7 @@ import torch
 
 from longgen.errors import UsageError
 from longgen.kv.sizes import StoreSizes
+from longgen.kv.transfer import with_index
 
 DEFAULT_CHUNK_TOKENS = 4096
 
@@ -73,7 +74,10 @@ class EngineOptions:
         return names[self.dtype]
 
     def torch_device(self) -> torch.device:
-        """The device meant. Raises UsageError if there is no such device."""
+        """The device meant; of CUDA with its index, so that it names one card whatever becomes current later.
+
+        Raises UsageError if there is no such device.
+        """
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,4 +86,4 @@ class EngineOptions:
             raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
         if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
             raise UsageError(f"device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-        return torch.device(name)
+        return with_index(torch.device(name))

@@ -11,7 +11,7 @@ from typing import Any
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.budget import DeviceBudget, cap_allocator, device_budget, host_budget
 from longgen.kv.plan import RUNTIME_BYTES, Machine, MemoryPlan, Planner, PlanOptions
-from longgen.kv.predict import Rates, given_rates, reference_rates
+from longgen.kv.predict import Prediction, Rates, given_rates, reference_rates
 from longgen.model_shape import ModelShape
 from longgen.names import KnownModel, find_known, known_models, read_shape
 from longgen.units import show_bytes, show_length, show_seconds
@@ -92,19 +92,29 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def run_machine(limits: Limits, shape: ModelShape, device: Any) -> Machine:
-    """The machine for `longgen run` on a torch device, its rates measured where it is CUDA."""
+def run_machine(limits: Limits, device: Any) -> Machine:
+    """The machine for `longgen run` on a torch device, without rates: see `rated_planner`."""
     if device.type != "cuda":
         if isinstance(limits.gpu_memory, int | float):
             raise UsageError("gpu_memory limits a GPU, and this run is on the CPU; leave it out, or give cpu_memory")
         return Machine(host_budget(limits.cpu_memory), None, None, shared=True)
-    index = device.index or 0
-    budget = device_budget(limits.gpu_memory, index)
-    return Machine(host_budget(limits.cpu_memory), budget, rates_of(limits, _rates_here(device, shape)))
+    return Machine(host_budget(limits.cpu_memory), device_budget(limits.gpu_memory, device.index))
 
 
-def _rates_here(device: Any, shape: ModelShape) -> Rates:
-    """The device's rates; the reference's where no memory is free to measure them: the plan then says what fits."""
+def rated_planner(planner: Planner, prompt: int, new_tokens: int, device: Any) -> Planner:
+    """The planner with the device's rates, measured where they can change a plan for this request: not on the CPU, and
+    not for a prompt that is one chunk with room to spare, which would wait for the measuring longer than it runs.
+
+    Raises CapacityError if the request does not fit.
+    """
+    if device.type != "cuda" or planner.plan(prompt, new_tokens).roomy:
+        return planner
+    return planner.rated(device_rates(device, planner.model))
+
+
+def device_rates(device: Any, shape: ModelShape) -> Rates:
+    """What the device is measured to do; the reference's rates where no memory is free to measure: the plan then says
+    what fits."""
     from longgen.measure import measure_rates
     from longgen.shortage import shortage_reported
 
@@ -118,7 +128,7 @@ def _rates_here(device: Any, shape: ModelShape) -> Rates:
 def hold_to(plan: MemoryPlan, gpu_memory: int | float | None, device: Any) -> None:
     """Makes torch keep to a cap that the user set: what goes over it fails instead of taking more of the card."""
     if gpu_memory is not None and plan.machine.device is not None:
-        cap_allocator(plan.machine.device, max(RUNTIME_BYTES, plan.device.runtime), device.index or 0)
+        cap_allocator(plan.machine.device, max(RUNTIME_BYTES, plan.device.runtime), device.index)
 
 
 def plan_lengths(
@@ -165,6 +175,8 @@ def summary(plan: MemoryPlan) -> list[str]:
 
 def _times(plan: MemoryPlan) -> str:
     times = plan.prediction
+    if times is None and not plan.machine.shared:
+        return "all of it at once on the device, so no rates are measured and no times predicted"
     if times is None:
         return "no times are predicted for this device"
     return (
@@ -175,14 +187,24 @@ def _times(plan: MemoryPlan) -> str:
 
 def correction(before: MemoryPlan, after: MemoryPlan) -> str | None:
     """What measuring changed about a plan, in one line; None if nothing."""
-    if before.sizes == after.sizes:
-        return None
-    device = after.device
-    return (
-        f"measured {show_bytes(device.activations)} of activations and {show_bytes(device.runtime + device.allocator)} "
-        f"for CUDA and its allocator: {after.resident_blocks:,} resident blocks a layer instead of "
-        f"{before.resident_blocks:,}, GPU {show_bytes(device.total)}"
-    )
+    device, parts = after.device, []
+    if before.sizes != after.sizes:
+        parts.append(
+            f"measured {show_bytes(device.activations)} of activations and "
+            f"{show_bytes(device.runtime + device.allocator)} for CUDA and its allocator: {after.resident_blocks:,} "
+            f"resident blocks a layer instead of {before.resident_blocks:,}, GPU {show_bytes(device.total)}"
+        )
+    if _differ(before.prediction, after.prediction):
+        parts.append(f"by the time that a token was measured to take, {_times(after)}")
+    return "; ".join(parts) or None
+
+
+def _differ(before: Prediction | None, after: Prediction | None) -> bool:
+    """Whether a predicted time has changed by more than a tenth."""
+    if before is None or after is None:
+        return False
+    ratios = (after.prefill_seconds / before.prefill_seconds, after.decode_rate / before.decode_rate)
+    return any(abs(ratio - 1) > 0.1 for ratio in ratios)
 
 
 def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | CapacityError]) -> str:

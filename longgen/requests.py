@@ -1,12 +1,15 @@
-"""Where prompts come from: a text file, or standard input."""
+"""Where prompts come from: a text file, or standard input. Records of JSONL files: longgen.records."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from longgen.errors import UsageError
 
@@ -22,14 +25,35 @@ _SIGNS = (
 class Request:
     """One prompt to continue.
 
-    id: the file's name without its folder, or "stdin"; with the seed it decides the request's random numbers.
-    source: where the text came from, for messages.
+    id: the file's name without its folder, "stdin", or the record's; with the seed it decides the random numbers.
+    source: where it came from, for messages.
     text: the prompt, every character as it was found.
+    messages: in place of a text, (role, text) of each message of a conversation.
+    opening: what the answer begins with; not part of the answer.
+    own: settings of its own, as they were given, by the names in longgen.own_settings.
+    fields: of its record, for the results: they are passed through as they are.
+    fault: what is wrong with it, so that it cannot be run; empty: nothing.
     """
 
     id: str
     source: str
-    text: str
+    text: str = ""
+    messages: tuple[tuple[str, str], ...] | None = None
+    opening: str = ""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+    @property
+    def chars(self) -> int:
+        """Characters of the prompt."""
+        texts = [self.text] if self.messages is None else [text for _, text in self.messages]
+        return sum(map(len, texts)) + len(self.opening)
+
+    def prompt_hash(self) -> str:
+        """Tells whether a record still asks what it asked: 32 hex digits, of the prompt alone and of no setting."""
+        prompt = json.dumps([self.text, self.messages, self.opening])
+        return hashlib.sha256(prompt.encode("ascii")).hexdigest()[:32]
 
 
 def read_requests(sources: Sequence[str], stdin: BinaryIO | None, errors: str = "strict") -> list[Request]:
@@ -39,23 +63,45 @@ def read_requests(sources: Sequence[str], stdin: BinaryIO | None, errors: str = 
 
     Raises UsageError naming the source if it cannot be read, is empty or is not text, and if "-" is given twice.
     """
+    check_standard_input(sources, stdin)
+    return [text_request(source, _read(source, stdin), errors) for source in sources]
+
+
+def check_standard_input(sources: Sequence[str], stdin: BinaryIO | None) -> None:
+    """Raises UsageError if standard input is asked for and closed, or asked for twice."""
     if sources.count("-") > 1:
         raise UsageError("the prompt - (standard input) is given more than once; it can be read only once")
-    return [_read(source, stdin, errors) for source in sources]
-
-
-def _read(source: str, stdin: BinaryIO | None, errors: str) -> Request:
-    name, shown = ("stdin", "standard input") if source == "-" else (Path(source).name, source)
-    try:
-        data = Path(source).read_bytes() if source != "-" else stdin.read() if stdin else None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise UsageError(f"the prompt {shown} cannot be read: {getattr(error, 'strerror', error)}") from None
-    if data is None:
+    if "-" in sources and stdin is None:
         raise UsageError("the prompt - cannot be read: standard input is closed")
+
+
+def shown_name(source: str) -> str:
+    """A source as messages call it."""
+    return "standard input" if source == "-" else source
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turns what goes wrong while a source is read into a UsageError that names it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        problem = getattr(error, "strerror", None) or error
+        raise UsageError(f"the prompt {shown_name(source)} cannot be read: {problem}") from None
+
+
+def _read(source: str, stdin: BinaryIO | None) -> bytes:
+    with reading(source):
+        return stdin.read() if source == "-" and stdin is not None else Path(source).read_bytes()
+
+
+def text_request(source: str, data: bytes, errors: str) -> Request:
+    """The request that a text file makes. Raises UsageError if it is empty or no text."""
+    shown = shown_name(source)
     text = decode(data, shown, errors)
     if not text:
         raise UsageError(f"the prompt {shown} is empty; it must hold at least one character")
-    return Request(id=name, source=shown, text=text)
+    return Request(id="stdin" if source == "-" else Path(source).name, source=shown, text=text)
 
 
 def decode(data: bytes, shown: str, errors: str = "strict") -> str:

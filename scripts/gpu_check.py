@@ -29,6 +29,9 @@ import transformers
 from gpucheck import backends, memory, merge, plan, sanitizer, slots, speed, suite
 from gpucheck.report import Result, Settings, say, table
 
+from longgen.errors import UsageError
+from longgen.options import EngineOptions
+
 SECTIONS: MappingProxyType[str, Callable[[Settings], Result]] = MappingProxyType(
     {
         "tests": suite.run_tests,
@@ -46,9 +49,10 @@ SECTIONS: MappingProxyType[str, Callable[[Settings], Result]] = MappingProxyType
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("gpu_check: torch sees no CUDA device", file=sys.stderr)
+    try:
+        device = EngineOptions(device=options.device).torch_device()
+    except UsageError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
         return 2
     settings = Settings(device, options.small, tuple(shlex.split(options.pytest)))
     summary: dict[str, Any] = {"ok": True, **_versions(device), "small": options.small, "sections": {}}

@@ -6,6 +6,8 @@ import os
 
 # Small tensors are slower on many threads; set before torch is imported, and passed on to subprocesses.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# fp32 means fp32 also in the Triton kernels of recurrent layers, which round to TF32 otherwise. Read when they compile.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 import pytest
 import torch

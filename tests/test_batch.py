@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from longgen import batch
+from longgen.answering import RunOptions
 from longgen.errors import CapacityError, CheckpointError, OutputError, UsageError
+from longgen.jobs import AnswerSettings, Job, check_length, check_vocabulary
 from longgen.requests import Request
 from longgen.sampling import SamplingSettings
 
@@ -22,6 +24,7 @@ from longgen.sampling import SamplingSettings
 class FakeGeneration:
     tokens: Iterator[int]
     finish_reason: str = "stop"
+    stats: None = None
 
     def __iter__(self) -> Iterator[int]:
         return self.tokens
@@ -72,25 +75,23 @@ class FakeTokenizer:
         return FakeStream()
 
 
-def _job(text: str, source: str = "a.txt") -> batch.Job:
-    return batch.Job(Request(source, source, text), torch.tensor(list(map(ord, text)), dtype=torch.int32))
+def _ids(text: str) -> torch.Tensor:
+    return torch.tensor(list(map(ord, text)), dtype=torch.int32)
 
 
-def _options(cap: int = 1000, max_new_tokens: int = 100) -> batch.RunOptions:
-    return batch.RunOptions(cap, max_new_tokens, (), SamplingSettings(), seed=0, progress=False)
+def _job(text: str, source: str = "a.txt", max_new_tokens: int = 100) -> Job:
+    return Job(Request(source, source), _ids(text), AnswerSettings(max_new_tokens, SamplingSettings(), seed=0))
 
 
-def _run(
-    engine: FakeEngine, jobs: Sequence[batch.Job], options: batch.RunOptions, out: Any = None
-) -> tuple[int, bytes, str]:
-    out, err = out or io.BytesIO(), io.StringIO()
+def _run(engine: FakeEngine, jobs: Sequence[Job], cap: int = 1000, out: Any = None) -> tuple[int, bytes, str]:
+    out, err, options = out or io.BytesIO(), io.StringIO(), RunOptions(cap, progress=False)
     code = batch.run_jobs(cast(Any, engine), cast(Any, FakeTokenizer()), jobs, options, out, err)
     return code, out.getvalue(), err.getvalue()
 
 
 def test_the_text_is_written_exactly_and_one_newline_follows() -> None:
     text = "a\u00e9\u4f60\r\n\n"
-    code, out, err = _run(FakeEngine(), [_job(text)], _options())
+    code, out, err = _run(FakeEngine(), [_job(text)])
     assert (code, out) == (0, text.encode() + b"\n")
     assert "a.txt: 6 prompt tokens, 6 generated (stop), prefill " in err
 
@@ -102,26 +103,26 @@ def test_text_streams_as_it_comes() -> None:
         def flush(self) -> None:
             written.append(self.getvalue())
 
-    _run(FakeEngine(), [_job("bdf")], _options(), Spy())
+    _run(FakeEngine(), [_job("bdf")], out=Spy())
     assert written == [b"b", b"bd", b"bdf", b"bdf\n"]
 
 
 def test_the_cap_counts_prompt_and_text_together() -> None:
     engine = FakeEngine()
-    _run(engine, [_job("b" * 10)], _options(cap=14, max_new_tokens=100))
-    _run(engine, [_job("b" * 10)], _options(cap=14, max_new_tokens=3))
+    _run(engine, [_job("b" * 10)], cap=14)
+    _run(engine, [_job("b" * 10, max_new_tokens=3)], cap=14)
     assert [call[2] for call in engine.calls if call[0] == "generate"] == [4, 3]
 
 
 def test_each_generation_is_over_before_the_next_begins() -> None:
     engine = FakeEngine()
-    _run(engine, [_job("b"), _job("d")], _options())
+    _run(engine, [_job("b"), _job("d")])
     assert [call[0] for call in engine.calls] == ["generate", "ended", "generate", "ended"]
 
 
 def test_a_request_that_fails_is_reported_and_leaves_the_others_alone() -> None:
     engine = FakeEngine({ord("x"): CapacityError("no room for 7 blocks")})
-    code, out, err = _run(engine, [_job("x", "bad.txt"), _job("d")], _options())
+    code, out, err = _run(engine, [_job("x", "bad.txt"), _job("d")])
     assert code == 1
     assert out.endswith(b"d\n")
     assert "longgen: error: bad.txt: no room for 7 blocks\n" in err
@@ -132,7 +133,7 @@ def test_a_request_that_fails_is_reported_and_leaves_the_others_alone() -> None:
 def test_what_ends_the_run_still_ends_the_generation(stop: BaseException) -> None:
     engine = FakeEngine({ord("x"): stop})
     with pytest.raises(type(stop)):
-        _run(engine, [_job("x"), _job("d")], _options())
+        _run(engine, [_job("x"), _job("d")])
     assert [call[0] for call in engine.calls] == ["generate", "ended"]
 
 
@@ -143,36 +144,36 @@ def test_a_closed_output_ends_the_run_and_the_generation() -> None:
     out = os.fdopen(writing, "wb", buffering=0)
     try:
         with pytest.raises(BrokenPipeError):
-            _run(engine, [_job("b"), _job("d")], _options(), out)
+            _run(engine, [_job("b"), _job("d")], out=out)
     finally:
         out.close()
     assert [call[0] for call in engine.calls] == ["generate", "ended"]
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_counts() -> None:
-    batch.check_lengths([_job("x" * 1023)], 1024, trained=False)
+    check_length("the prompt b.txt", 1023, 1024, trained=False)
     with pytest.raises(
         UsageError, match=r"b\.txt has 1,024 tokens, with one generated 1,025, .* than --max-len, 1,024;"
     ):
-        batch.check_lengths([_job("x"), _job("x" * 1024, "b.txt")], 1024, trained=False)
+        check_length("the prompt b.txt", 1024, 1024, trained=False)
     with pytest.raises(UsageError, match=r"than the 1,024 that the checkpoint was trained for; give --max-len"):
-        batch.check_lengths([_job("x" * 1024)], 1024, trained=True)
+        check_length("the prompt b.txt", 1024, 1024, trained=True)
 
 
 def test_a_prompt_of_no_tokens_is_refused() -> None:
     with pytest.raises(UsageError, match=r"a\.txt comes to no tokens"):
-        batch.check_lengths([_job("")], 1024, trained=True)
+        check_length("the prompt a.txt", 0, 1024, trained=True)
 
 
 def test_a_token_that_the_model_has_no_embedding_for_is_refused() -> None:
-    batch.check_vocabulary([_job("ab")], 99)
+    check_vocabulary("the prompt b.txt", _ids("ab"), 99)
     with pytest.raises(CheckpointError, match=r"b\.txt has a token with the id 99, and the model has 99 of them"):
-        batch.check_vocabulary([_job("ab"), _job("abc", "b.txt")], 99)
+        check_vocabulary("the prompt b.txt", _ids("abc"), 99)
 
 
 def test_the_text_of_a_request_that_fails_midway_is_ended_by_a_newline() -> None:
     engine = FakeEngine({ord("x"): CapacityError("no room"), ord("y"): CapacityError("no room")})
-    code, out, _ = _run(engine, [_job("xbd"), _job("y"), _job("d")], _options(max_new_tokens=2))
+    code, out, _ = _run(engine, [_job(text, max_new_tokens=2) for text in ("xbd", "y", "d")])
     assert (code, out) == (1, b"xb\nd\n")
 
 
@@ -183,5 +184,5 @@ def test_an_output_that_takes_no_more_ends_the_run_and_the_generation() -> None:
 
     engine = FakeEngine()
     with pytest.raises(OutputError, match="standard output cannot be written: No space left on device"):
-        _run(engine, [_job("b"), _job("d")], _options(), Full())
+        _run(engine, [_job("b"), _job("d")], out=Full())
     assert [call[0] for call in engine.calls] == ["generate", "ended"]

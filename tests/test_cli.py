@@ -449,11 +449,15 @@ def test_figures_are_printed_as_json_where_asked(
     again = capsys.readouterr()
     assert again.out == 2 * captured.out
     lines = [line.removeprefix("longgen: stats ") for line in again.err.splitlines() if "longgen: stats" in line]
-    first, second, total = (json.loads(line) for line in lines)
+    first, second, total, spent = (json.loads(line) for line in lines)
     assert first["request"] == second["request"] == prompt.name
     assert first["decode_steps"] == 3 and first["time_to_first_token"] > 0
     assert total["run"]["requests"] == 2 and total["run"]["prompt_tokens"] == 2 * first["prompt_tokens"]
     assert total["run"]["prefill"]["d2h_bytes"] == 2 * first["prefill"]["d2h_bytes"] > 0
+    phases = spent["phases"]
+    assert list(phases) == ["import", "prompt", "plan", "load", "prefill", "decode"] and min(phases.values()) > 0
+    assert phases["prefill"] == pytest.approx(first["time_to_first_token"] + second["time_to_first_token"])
+    assert phases["decode"] == pytest.approx(3 * (first["time_per_output_token"] + second["time_per_output_token"]))
 
 
 def test_a_scrubbed_run_gives_the_same_text(

@@ -19,7 +19,7 @@ KV_FACTS = frozenset({"shape", "sizes", "layout", "budget", "plan", "predict"})
 CONSTANT_MAKERS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "slice", "compile", "Path", "TypeVar", "namedtuple", "auto", "field"}
 )
-APPS = ("app = typer.Typer(",)  # the command line is made of decorators
+APPS = ("app = typer.Typer(", "evaluation = typer.Typer(")  # the command line is made of decorators
 CACHES = frozenset({"cache", "lru_cache"})
 
 

@@ -15,7 +15,8 @@ from longgen.errors import LongGenError
 
 FEW_ROWS = 128  # up to here reading the keys costs more than multiplying them
 CHECK_KEYS = 1024  # keys of the first-use check: a length that every backend takes
-CHECK_HEADS = 8  # its KV heads
+CHECK_HEADS = 8  # its KV heads on a GPU; on a CPU, where heads are alike and the reference is slow, two
+CHECK_HEADS_CPU = 2
 
 
 class Rows(Enum):
@@ -73,10 +74,11 @@ class CallKind:
             shape = (heads, tokens, self.head_dim)
             return torch.randn(shape, generator=generator, device=device).to(self.dtype)
 
-        k, v = normal(CHECK_HEADS, m + 64)[:, :m], normal(CHECK_HEADS, m + 64)[:, :m]
+        heads = CHECK_HEADS_CPU if device.type == "cpu" else CHECK_HEADS
+        k, v = normal(heads, m + 64)[:, :m], normal(heads, m + 64)[:, :m]
         # Larger than 1/sqrt(head_dim): sharp rows show a wrong scale or a log-sum-exp of the wrong base.
         scale = 2 * self.head_dim**-0.5
-        return AttentionCall(normal(CHECK_HEADS * self.groups, n), k, v, scale, self.causal, window)
+        return AttentionCall(normal(heads * self.groups, n), k, v, scale, self.causal, window)
 
 
 class Kernels:
@@ -115,6 +117,11 @@ class Kernels:
                 return backend
             reasons.append(f"{backend.name}: {reason}")
         raise LongGenError("no attention backend takes this call: " + "; ".join(reasons))
+
+    def taking(self, call: AttentionCall) -> list[Backend]:
+        """Every backend that can take the call, in order."""
+        call = call.simplified()
+        return [b for b in self._backends[Rows.of(call.q.shape[1])] if self._objection(b, call) is None]
 
     def explain(self, call: AttentionCall) -> list[tuple[str, str | None]]:
         """Every backend in order, with why it cannot take the call (None: it can)."""

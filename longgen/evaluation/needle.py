@@ -99,10 +99,11 @@ def hide(needles: Sequence[tuple[float, Needle]], filler: Iterable[str], size: i
     Raises:
         UsageError: `size` is too small for the needles, or the filler too short.
     """
-    opening = (intro or needles[0][1].template.intro) + "\n"
-    room = size - len(opening) - sum(len(needle.text) + 1 for _, needle in needles) - 1
-    if room < 0:
-        raise UsageError(f"a document of {size:,} characters is too small: {size - room:,} are needed")
+    opening = _opening(needles, intro)
+    needed = smallest_size(needles, intro=intro)
+    if size < needed:
+        raise UsageError(f"a document of {size:,} characters is too small: {needed:,} are needed")
+    room = size - needed
     sentences = _cut(filler, room)
     parts, spans = [opening], {}
     waiting = sorted(range(len(needles)), key=lambda index: needles[index][0])
@@ -116,6 +117,15 @@ def hide(needles: Sequence[tuple[float, Needle]], filler: Iterable[str], size: i
         parts.append(sentence)
         length, done = length + len(sentence), done + len(sentence)
     return Document("".join(parts) + "\n", tuple(spans[index] for index in range(len(needles))))
+
+
+def smallest_size(needles: Sequence[tuple[float, Needle]], *, intro: str = "") -> int:
+    """Characters of the smallest document that `hide` makes of these needles, with no filler."""
+    return len(_opening(needles, intro)) + sum(len(needle.text) + 1 for _, needle in needles) + 1
+
+
+def _opening(needles: Sequence[tuple[float, Needle]], intro: str) -> str:
+    return (intro or needles[0][1].template.intro) + "\n"
 
 
 def _cut(filler: Iterable[str], room: int) -> list[str]:

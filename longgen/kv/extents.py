@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from longgen.kv.shape import KVShape
 from longgen.kv.sizes import StoreSizes
 
-PIECE_BYTES = 256 << 20  # a registration holds locks of the driver, for about 60 ms at this size
+PIECE_BYTES = 128 << 20  # a registration holds locks of the driver, for about 30 ms at this size
 
 
 @dataclass(frozen=True, slots=True)

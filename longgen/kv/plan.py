@@ -63,14 +63,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredUse:
-    """Device bytes that a chunk of the planned size was seen to take beside weights, states and buffers.
+    """Device bytes that a chunk of the planned size was seen to take beside weights, states and buffers, and time.
 
     runtime: outside torch.   allocator: held by torch and in no tensor.   activations: tensors of the pass.
+    step_seconds: of a decode step after few tokens, which is the host's time to start it; None: not measured.
     """
 
     runtime: int
     allocator: int
     activations: int
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,18 @@ class MemoryPlan:
         return self.sizes.resident_blocks if isinstance(self.sizes.resident_blocks, int) else 0
 
     @property
+    def roomy(self) -> bool:
+        """Whether nothing that could be measured would change the sizes: all blocks stay on the device, the prompt is
+        one chunk, and there is room for twice of all that is only estimated."""
+        budget, device = self.machine.device, self.device
+        estimated = device.runtime + device.activations + device.allocator
+        return (
+            self.resident_blocks >= self.kv.blocks_for(self.tokens)
+            and self.sizes.chunk_tokens >= self.prompt
+            and (budget is None or device.total + estimated <= budget.usable)
+        )
+
+    @property
     def early_host_bytes(self) -> int:
         """Bytes of host blocks that there is room for while the weights are still being loaded."""
         budget, device = self.machine.host, self.device.total if self.machine.shared else 0
@@ -155,6 +169,9 @@ class Planner:
         use: MeasuredUse | None = None,
     ) -> None:
         """`use`: measured on the device with the chunk size of `options`; None estimates it."""
+        if use is not None and use.step_seconds is not None and machine.rates is not None:
+            measured = replace(machine.rates, layer=use.step_seconds / len(model.kinds))
+            machine = replace(machine, rates=measured)
         self.model, self.machine = model, machine
         self._options = options or PlanOptions()
         self._kv = model.kv(self._options.block_size)
@@ -188,6 +205,10 @@ class Planner:
             reasons=self._reasons(sizes, prompt, tokens),
             prediction=self._predict(sizes, known, prompt, new_tokens) if known else None,
         )
+
+    def rated(self, rates: Rates) -> Planner:
+        """The same planner for a device of these rates."""
+        return Planner(self.model, replace(self.machine, rates=rates), self._options, self._use)
 
     def again(self, plan: MemoryPlan, use: MeasuredUse) -> MemoryPlan:
         """`plan`, with its chunk size, once it is known what a chunk takes. Raises as `plan`."""

@@ -7,7 +7,7 @@ A chunk of c tokens after p earlier ones takes the longest of four things that r
               + traffic_bytes * c / memory rate
     loads     bytes of the past that is not resident / load rate
     offloads  bytes of the chunk's own K and V that are not resident / offload rate
-    launches  layers * LAYER_SECONDS + runs read * RUN_SECONDS, the host's time to start the kernels
+    launches  layers * layer seconds + runs read * RUN_PART of them, the host's time to start the kernels
 
 Attention beside loads runs at 95% of its rate. Decoding takes the longest of loads, launches, and reading the active
 weights and all K and V from device memory.
@@ -17,15 +17,15 @@ Host memory is pinned beside all this, from before the prefill on; no prefill is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longgen.costs import attention_flop, layer_flop, traffic_bytes
 from longgen.kv.shape import KVShape
 from longgen.kv.sizes import StoreSizes
 from longgen.model_shape import FULL, WINDOW, ModelShape
 
-LAYER_SECONDS = 0.96e-3  # of eager modules: a decode step of 28 layers took 27 ms
-RUN_SECONDS = 0.1e-3  # to start a load, one attention call and its merge
+LAYER_SECONDS = 1.2e-3  # of eager modules: a decode step of 28 layers took 27 to 40 ms on hosts of one kind
+RUN_PART = 0.1  # of a layer's time, to start a load, one attention call and its merge
 BESIDE_LOADS = 0.95  # rate of attention while memory is also written by loads
 MERGE_BYTES = 26  # moved per query channel and row to merge one run
 CHUNKS_SUMMED = 256  # longer prompts are summed over this many evenly spaced chunks
@@ -49,6 +49,7 @@ class Rates:
         memory: bytes of device memory moved.
         pin: bytes of host memory mapped, touched and pinned by background threads.
         source: where the numbers come from, for people.
+        layer: seconds that the host takes to start the kernels of one layer.
     """
 
     attention: float
@@ -58,6 +59,7 @@ class Rates:
     memory: float
     pin: float
     source: str
+    layer: float = LAYER_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,13 @@ def given_rates(rates: Rates, *, attention: float | None, matmul: float | None, 
         return rates
     scale = (attention or rates.attention) / rates.attention
     named = [name for name, value in (("--tflops", attention or matmul), ("--h2d-gbps", copies)) if value]
-    return Rates(
+    return replace(
+        rates,
         attention=attention or rates.attention,
         matmul=matmul or rates.matmul * scale,
         load=copies or rates.load,
         offload=copies or rates.offload,
         memory=rates.memory * scale,
-        pin=rates.pin,
         source=f"{' and '.join(named)} given, the rest {rates.source}",
     )
 
@@ -173,7 +175,7 @@ def chunk_parts(
         "compute": compute,
         "loading KV from host memory": hosted * kv.cached_token_bytes / rates.load,
         "storing KV in host memory": staged * kv.cached_token_bytes / rates.offload,
-        "starting kernels": len(shape.kinds) * LAYER_SECONDS + layers * runs * RUN_SECONDS,
+        "starting kernels": _launches(shape, rates, runs),
     }
 
 
@@ -187,10 +189,15 @@ def _decode(shape: ModelShape, kv: KVShape, sizes: StoreSizes, rates: Rates, len
     parts = {
         "loading KV from host memory": hosted * kv.cached_token_bytes / rates.load,
         "reading GPU memory": (weights + read) / rates.memory,
-        "starting kernels": len(shape.kinds) * LAYER_SECONDS + shape.count(FULL) * runs * RUN_SECONDS,
+        "starting kernels": _launches(shape, rates, runs),
     }
     name = max(parts, key=lambda key: parts[key])
     return parts[name], name
+
+
+def _launches(shape: ModelShape, rates: Rates, runs: float) -> float:
+    """Seconds that the host takes to start a pass whose full-attention layers read `runs` runs each from its memory."""
+    return rates.layer * (len(shape.kinds) + RUN_PART * shape.count(FULL) * runs)
 
 
 def _resident_tokens(kv: KVShape, sizes: StoreSizes) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from longgen.attention.kernels import Kernels
 from longgen.errors import CapacityError, SlotError
 from longgen.kv.counters import Counters, TierBlocks
 from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
+from longgen.kv.filling import write_random_chunk
 from longgen.kv.host_cache import HostCache
 from longgen.kv.layout import KVLayout
 from longgen.kv.parts import StoreParts
@@ -106,6 +109,37 @@ class KVStore:
         """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly and made
         in the background from now on."""
         self._parts.host.announce(self.slots[slot_id].id, tokens)
+
+    def grow(self, slot_id: int, tokens: int) -> None:
+        """Waits until the slot has host blocks for `tokens` tokens. A pass does so by itself, for its own tokens.
+
+        Raises CapacityError for host memory that cannot be had.
+        """
+        self._parts.host.grow(self.slots[slot_id].id, tokens)
+
+    def fill_random(self, slot_id: int, tokens: int, generator: torch.Generator) -> None:
+        """Fills an empty slot with `tokens` tokens of random K and V, as if a prompt had been prefilled.
+
+        Host blocks, resident blocks, the open block and windows get standard normal values, drawn chunk by chunk
+        (`sizes.chunk_tokens`), layer by layer in model order, K before V. For measuring decoding at a depth without
+        the prefill, and for tests.
+
+        Args:
+            generator: on the store's device.
+
+        Raises:
+            SlotError: the slot holds tokens, its last commit failed, or a pass is open.
+            CapacityError: host memory that cannot be had.
+        """
+        slot = self._usable(slot_id)
+        if slot.length or self._open is not None:
+            raise SlotError(f"slot {slot_id} cannot be filled: it holds {slot.length:,} tokens, or a pass is open")
+        for start in range(0, tokens, self.sizes.chunk_tokens):
+            (member,) = self._members([(slot_id, min(self.sizes.chunk_tokens, tokens - start))])
+            self._parts.host.grow(slot_id, start + member.tokens)
+            slot.written = start + member.tokens
+            write_random_chunk(self._parts, member, generator)
+            slot.length = slot.written
 
     def begin(self, requests: Sequence[tuple[int, int]], phase: Phase = Phase.PREFILL) -> Pass:
         """Opens a pass of n new tokens of one slot, or of one token of each of several slots.

@@ -48,12 +48,15 @@ class _Workshop:
         self.changed = threading.Condition()
         self.waiting: deque[Piece] = deque()
         self.threads: set[threading.Thread] = set()
+        self.most = 0  # threads that may be at work at once
         self.closed = False  # a supply that is dropped sets it without the lock: that may happen anywhere
         self._transfer = transfer
 
     def start(self, most: int) -> None:
-        """Starts threads for what waits, up to `most` at work at once."""
+        """From now on up to `most` threads are at work at once; starts them for what waits. Those that are too many end
+        after the piece at hand."""
         with self.changed:
+            self.most = most
             missing = 0 if self.closed else min(most, len(self.waiting)) - len(self.threads)
             for _ in range(missing):
                 # Not daemons: one that is killed inside the driver could take the process with it.
@@ -107,7 +110,8 @@ class _Workshop:
         """The next piece to make; None ends the thread."""
         with self.changed:
             # The main thread has ended when the interpreter, about to exit, waits for the others.
-            if self.closed or not self.waiting or not threading.main_thread().is_alive():
+            idle = not self.waiting or len(self.threads) > self.most
+            if self.closed or idle or not threading.main_thread().is_alive():
                 # In the same breath as the look at what waits, so that `start` knows who will not look again.
                 self.threads.discard(threading.current_thread())
                 return None
@@ -116,11 +120,19 @@ class _Workshop:
             return piece
 
 
+def _memory(piece: Piece) -> torch.Tensor:
+    """The memory of a piece that is done. Raises what went wrong with it."""
+    if piece.memory is None:
+        raise piece.error or AssertionError("a piece is done, with neither memory nor an error")
+    return piece.memory
+
+
 class HostSupply:
     """Makes host memory for one store ahead of its use.
 
     Whoever needs a piece that no thread has begun makes it itself, so a supply serves without threads too, and after
-    `close`.
+    `close`. All threads are at work until the first pieces are collected, and while a collector waits; otherwise one,
+    because a registration and the start of a kernel wait for the same locks of the driver.
     """
 
     def __init__(self, transfer: Transfer, threads: int | None = None) -> None:
@@ -155,16 +167,16 @@ class HostSupply:
 
     def collect(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The memory of pieces. Raises what went wrong with the first that could not be made."""
-        shop, memories = self._workshop, []
-        for piece in pieces:
-            if shop.take(piece):
-                shop.make(piece)
-        for piece in pieces:
-            shop.finish(piece)
-            if piece.memory is None:
-                raise piece.error or AssertionError("a piece is done, with neither memory nor an error")
-            memories.append(piece.memory)
-        return memories
+        shop = self._workshop
+        if not all(piece.done for piece in pieces):
+            shop.start(self.threads)
+            for piece in pieces:
+                if shop.take(piece):
+                    shop.make(piece)
+            for piece in pieces:
+                shop.finish(piece)
+        shop.start(1)
+        return [_memory(piece) for piece in pieces]
 
     def cancel(self, pieces: Collection[Piece]) -> list[Piece]:
         """Stops making pieces, waits for those at work, a fraction of a second, and returns the ones that are made."""

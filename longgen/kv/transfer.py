@@ -113,8 +113,8 @@ class CudaTransfer(Transfer):
     """Two copy streams beside the current one, ordered by events; host memory is pinned in place."""
 
     def __init__(self, device: torch.device, *, warns: bool = True) -> None:
-        self.device = device
-        self._streams = {Queue.LOAD: torch.cuda.Stream(device), Queue.OFFLOAD: torch.cuda.Stream(device)}
+        self.device = with_index(device)  # threads that make host memory have another current device
+        self._streams = {queue: torch.cuda.Stream(self.device) for queue in (Queue.LOAD, Queue.OFFLOAD)}
         self._pinned = PinnedMemory(warns=warns)
 
     @property
@@ -173,7 +173,14 @@ def make_current(device: torch.device) -> None:
     """Makes a CUDA device the process's current one. Pinning and some kernels go by it: with another one current they
     would take memory there too."""
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # a device without an index is refused
+        torch.cuda.set_device(with_index(device))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """`device` with its number: CUDA without one is the device that is current now."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def open_transfer(device: torch.device, *, warns: bool = True) -> Transfer:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ from longgen.model.files import read_json_object
 from longgen.model.quiet import quiet_transformers
 from longgen.model.rope import check_rope
 from longgen.model.rope_settings import check_rope_settings
-from longgen.model.shards import listed, reason
+from longgen.model.shards import StoredTensor, listed, read_shards, reason
 from longgen.model.text_config import check_shape
 from longgen.model.weights import check_weights
 
@@ -178,11 +179,29 @@ def _text_config(config: Any) -> Any:
     return text
 
 
-def load_model(folder: Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+@dataclass(frozen=True, slots=True)
+class CheckedFolder:
+    """A checkpoint folder that was looked through without its weights, so that loading need not do it again.
+
+    Attributes:
+        path: of the folder.   config: of its text model, see read_config.   tensors: see read_shards.
+    """
+
+    path: Path
+    config: Any
+    tensors: Mapping[str, StoredTensor]
+
+
+def check_folder(folder: Path) -> CheckedFolder:
+    """Reads the config and the headers of the weight files. Raises CheckpointError as read_config and read_shards."""
+    return CheckedFolder(folder, read_config(folder), read_shards(folder))
+
+
+def load_model(folder: Path | CheckedFolder, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """Loads the text model for inference, its attention calls going to the Pass.
 
     Args:
-        folder: a checkpoint folder with safetensors weights.
+        folder: a checkpoint folder with safetensors weights, checked already or not.
         dtype: of the loaded weights; None is the config's, or float32 where it names none, as in transformers.
         device: where the model is put.
 
@@ -192,12 +211,13 @@ def load_model(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
     Raises:
         CheckpointError: as read_config, or weights that are missing, truncated or of the wrong shape.
     """
-    config = read_config(folder)
-    check_weights(folder, config)
+    checked = folder if isinstance(folder, CheckedFolder) else check_folder(folder)
+    path, config = checked.path, checked.config
+    check_weights(path, config, checked.tensors)
     register_attention()
     with quiet_transformers():
-        model, report = _from_pretrained(folder, config, dtype or config.dtype or torch.float32)
-    _check_report(folder, report)
+        model, report = _from_pretrained(path, config, dtype or config.dtype or torch.float32)
+    _check_report(path, report)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from longgen.errors import UsageError
 from longgen.kv.layout import AttentionLayer
 from longgen.model.adapter import PassCache, cache_keyword
-from longgen.model.checkpoint import load_model
+from longgen.model.checkpoint import CheckedFolder, load_model
 from longgen.model.compiled import compile_layers
 from longgen.model.recurrence import use_torch_code
 from longgen.model.rope import ExactRotary
@@ -49,14 +49,13 @@ class Provider:
         )
         if self._recurrent_layers and self.device.type == "cpu":
             use_torch_code(model)
-        self._batches_experts = self.device.type != "cpu" and getattr(config, "_experts_implementation", "") == (
-            "grouped_mm"
-        )
+        chosen = getattr(config, "_experts_implementation", None)  # either, if the weights have served before
+        self._batches_experts = self.device.type != "cpu" and chosen in ("grouped_mm", "batched_mm")
 
     @classmethod
     def load(
         cls,
-        folder: Path,
+        folder: Path | CheckedFolder,
         *,
         dtype: torch.dtype | None,
         device: torch.device,
@@ -153,6 +152,11 @@ class Provider:
         """Forgets the slot's recurrent states."""
         if self._states is not None:
             self._states.reset(slot_id)
+
+    def fill_random(self, slot_id: int, generator: torch.Generator) -> None:
+        """Gives the slot random recurrent states; see KVStore.fill_random."""
+        if self._states is not None:
+            self._states.fill_random(slot_id, generator)
 
     def poison(self, slot_ids: Sequence[int] | None = None) -> None:
         """Fills the recurrent states of some slots (None: all) with NaN; `reset` makes a slot usable again.

@@ -38,6 +38,7 @@ def model_shape(config: Any, name: str, dtype: str | None = None) -> ModelShape:
         qkv_bias=bool(getattr(config, "qkv_bias", True)) if kind.startswith("qwen2") else bias,
         output_bias=False if kind.startswith("qwen2") else bias,
         dtype=dtype or own,
+        family=kind.removesuffix("_text"),
     )
 
 

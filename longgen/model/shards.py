@@ -83,11 +83,6 @@ def read_shards(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_shards(folder: Path) -> None:
-    """Raises CheckpointError as `read_shards` does."""
-    read_shards(folder)
-
-
 def _without_weights(folder: Path) -> str:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_ENDINGS)
     if pickles:

@@ -93,6 +93,12 @@ class RecurrentStates:
         self.conv[:, slot_id].zero_()
         self.recurrent[:, slot_id].zero_()
 
+    def fill_random(self, slot_id: int, generator: torch.Generator) -> None:
+        """Makes the slot's states standard normal. generator: on the states' device."""
+        self._check(slot_id)
+        self.conv[:, slot_id].normal_(generator=generator)
+        self.recurrent[:, slot_id].normal_(generator=generator)
+
     def poison(self, slot_ids: Sequence[int]) -> None:
         """Fills the states of some slots with NaN, so that a read without a reset shows in the result."""
         for slot_id in slot_ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from longgen.model.shards import reason
 SETTING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
 _TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
-# Stands for the user's text while the chat template is rendered: what the text says must not change the template.
+# Stands for a message's text while the chat template is rendered: what the text says must not change the template.
 _PLACEHOLDER = "LONGGENusersTEXT"
 
 
@@ -107,7 +107,7 @@ class TextTokenizer:
         return self.encode_prompt(text, chat).ids
 
     def encode_prompt(
-        self, text: str, chat: bool, on_chars: Callable[[int], None] = lambda count: None
+        self, text: str, chat: bool, on_chars: Callable[[int], None] = lambda count: None, opening: str = ""
     ) -> EncodedPrompt:
         """Token ids of a prompt, the same that transformers gives for the whole string.
 
@@ -118,25 +118,62 @@ class TextTokenizer:
             text: the prompt.
             chat: make it the user's message of the chat template, followed by the opening of an answer.
             on_chars: called with the number of characters encoded since the last call.
+            opening: what the answer begins with; raw, it follows the text.
 
         Raises:
             CheckpointError: `chat` without a chat template, or with one that cannot be used.
         """
-        before, after = self._chat_texts() if chat else ("", "")
+        if chat:
+            return self.encode_chat([("user", text)], on_chars, opening)
         if self._encoder is None:
-            return self._encode_at_once(before, text, after, chat)
+            return self._encode_at_once(text + opening, special=True)
         ids = array("i")
-        if not chat:
-            self._extend(ids, self._parts(text), on_chars)
-            return EncodedPrompt(_tensor(ids), (0, len(ids)))
-        # What stands between two control tokens of the template is encoded as one, the text in its midst.
-        *first, opening = self._parts(before)
-        closing, *last = self._parts(after)
-        self._extend(ids, first, on_chars)
-        start = len(ids)
-        self._extend(ids, [f"{opening}{text}{closing}"], on_chars)
-        span = self._inner(ids, start, _utf8_size(opening), _utf8_size(closing))
-        self._extend(ids, last, on_chars)
+        self._extend(ids, self._parts(text + opening), on_chars)
+        return EncodedPrompt(_tensor(ids), self._inner(ids, 0, 0, _size(opening)))
+
+    def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        on_chars: Callable[[int], None] = lambda count: None,
+        opening: str = "",
+        thinking: bool | None = None,
+    ) -> EncodedPrompt:
+        """Token ids of a conversation in the chat template, followed by the opening of an answer.
+
+        What the messages and the opening say is data. The text that may be cut is the longest message.
+
+        Args:
+            messages: (role, text) of each.
+            on_chars: called with the number of characters encoded since the last call.
+            opening: what the answer begins with.
+            thinking: what the template gets as `enable_thinking`; None leaves that to the template.
+
+        Raises:
+            CheckpointError: there is no chat template, or one that cannot be used.
+        """
+        frames = self._chat_frames([role for role, _ in messages], thinking)
+        texts = [text for _, text in messages]
+        if self._encoder is None:
+            return self._encode_chat_at_once(frames, [*texts, opening])
+        longest = max(range(len(texts)), key=lambda index: len(texts[index]))
+        ids, span = array("i"), None
+        # What stands between two control tokens of the template is encoded as one, texts in its midst.
+        run: list[str] = []
+        place = -1  # of the longest text in the run
+        for index, frame in enumerate(frames):
+            first, *rest = self._parts(frame)
+            run.append(str(first))
+            for part in rest:
+                if isinstance(part, int):
+                    span = self._extend_run(ids, run, place, on_chars) or span
+                    ids.append(part)
+                    run, place = [], -1
+                else:
+                    run.append(part)
+            if index == longest:
+                place = len(run)
+            run.append(texts[index] if index < len(texts) else opening)
+        span = self._extend_run(ids, run, place, on_chars) or span
         return EncodedPrompt(_tensor(ids), span)
 
     def decode(self, ids: Iterable[int] | torch.Tensor) -> str:
@@ -174,25 +211,34 @@ class TextTokenizer:
             )
         return frozenset(ids)
 
-    def _chat_texts(self) -> tuple[str, str]:
-        """What the chat template puts before the user's text and after it."""
+    def _chat_frames(self, roles: Sequence[str], thinking: bool | None) -> list[str]:
+        """What the chat template puts before each message's text, and after the last one."""
         if not self.has_chat_template:
             raise CheckpointError("the checkpoint has no chat template; run with --raw to send the prompt as it is")
-        messages = [{"role": "user", "content": _PLACEHOLDER}]
+        marks = [f"{_PLACEHOLDER}{number}END" for number in range(len(roles))]
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        options = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            rendered = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **options
+            )
         # A template is a program of the checkpoint's: it may fail in any way, or refuse by raising.
         except Exception as error:
             raise CheckpointError(
                 f"the chat template of the checkpoint fails: {reason(error)}; run with --raw to do without it"
             ) from error
-        before, *after = rendered.split(_PLACEHOLDER)
-        if len(after) != 1:
-            raise CheckpointError(
-                f"the chat template of the checkpoint gives the user's text {len(after)} times instead of once; run "
-                "with --raw to do without it"
-            )
-        return before, after[0]
+        frames, rest = [], rendered
+        for number, mark in enumerate(marks):
+            before, found, rest = rest.partition(mark)
+            if not found or mark in rest:
+                whose = "the user's text" if len(marks) == 1 else f"the text of message {number + 1}"
+                count = rendered.count(mark)
+                how = "not in its place" if count == 1 else f"{count} times instead of once"
+                raise CheckpointError(
+                    f"the chat template of the checkpoint gives {whose} {how}; run with --raw to do without it"
+                )
+            frames.append(before)
+        return [*frames, rest]
 
     def _parts(self, text: str) -> list[str | int]:
         """`text` as strings and ids of control tokens by turns; the first and the last are strings."""
@@ -210,6 +256,16 @@ class TextTokenizer:
             elif part and self._encoder is not None:
                 self._encoder.extend(ids, part, on_chars)
 
+    def _extend_run(
+        self, ids: array[int], run: Sequence[str], place: int, on_chars: Callable[[int], None]
+    ) -> tuple[int, int] | None:
+        """Appends the ids of texts that are encoded as one; returns which are those of run[place], None below 0."""
+        start = len(ids)
+        self._extend(ids, ["".join(run)], on_chars)
+        if place < 0:
+            return None
+        return self._inner(ids, start, _size("".join(run[:place])), _size("".join(run[place + 1 :])))
+
     def _inner(self, ids: array[int], start: int, before: int, after: int) -> tuple[int, int]:
         """The tokens from `start` on that hold none of the first `before` and the last `after` bytes."""
         stop = len(ids)
@@ -221,13 +277,19 @@ class TextTokenizer:
             after -= len(self._stream.token_bytes(ids[stop]))
         return start, stop
 
-    def _encode_at_once(self, before: str, text: str, after: str, chat: bool) -> EncodedPrompt:
+    def _encode_chat_at_once(self, frames: Sequence[str], texts: Sequence[str]) -> EncodedPrompt:
+        for text in texts:
+            if spelled := next((t for t in self._control if t in text or t in normalize("NFC", text)), None):
+                raise CheckpointError(
+                    f"the prompt spells {spelled}, and this tokenizer gives no way to encode that as text; run with "
+                    "--raw"
+                )
+        whole = "".join(part for pair in zip(frames, texts, strict=True) for part in pair)
+        return self._encode_at_once(whole, special=False)
+
+    def _encode_at_once(self, text: str, *, special: bool) -> EncodedPrompt:
         """As transformers encodes it, which takes long and much memory for long texts."""
-        if chat and (spelled := next((t for t in self._control if t in text or t in normalize("NFC", text)), None)):
-            raise CheckpointError(
-                f"the prompt spells {spelled}, and this tokenizer gives no way to encode that as text; run with --raw"
-            )
-        ids = array("i", self._tokenizer(before + text + after, add_special_tokens=not chat)["input_ids"])
+        ids = array("i", self._tokenizer(text, add_special_tokens=special)["input_ids"])
         return EncodedPrompt(_tensor(ids), None)
 
 
@@ -236,5 +298,6 @@ def _tensor(ids: array[int]) -> torch.Tensor:
     return torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
 
 
-def _utf8_size(text: str | int) -> int:
-    return len(str(text).encode("utf-8"))
+def _size(text: str) -> int:
+    """Bytes that its tokens stand for."""
+    return len(normalize("NFC", text).encode("utf-8"))

@@ -20,7 +20,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from longgen.errors import CheckpointError
 from longgen.model.quiet import quiet_transformers
-from longgen.model.shards import StoredTensor, listed, read_shards
+from longgen.model.shards import StoredTensor, listed
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(.+)")
@@ -39,14 +39,14 @@ class Differences:
     misshapen: tuple[str, ...]
 
 
-def check_weights(folder: Path, config: Any) -> None:
+def check_weights(folder: Path, config: Any, tensors: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError, with what is wrong and what to do, unless the files hold the config's weights exactly.
 
     Args:
         folder: a checkpoint folder.
         config: its text config, from read_config.
+        tensors: what its files hold, from read_shards.
     """
-    tensors = read_shards(folder)
     quantised = sorted(name for name, tensor in tensors.items() if tensor.dtype not in FLOATS and _used(name))
     if quantised:
         stored = tensors[quantised[0]]

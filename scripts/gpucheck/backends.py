@@ -11,17 +11,12 @@ import torch
 from gpucheck.report import Result, Settings, median_seconds, say, table
 from longgen.attention.backends import default_kernels
 from longgen.attention.call import AttentionCall
-from longgen.attention.kernels import Backend, Kernels, Rows
+from longgen.attention.kernels import Backend, Kernels
 from longgen.attention.plain import PlainTorch
+from longgen.measure import call_flop
 
 HEAD_SIZES = (64, 128, 256)
 KV_HEADS, GROUPS = 8, 2
-
-
-def attention_flop(call: AttentionCall) -> float:
-    """Two matrix products, a multiplication and an addition each: 4 * q_heads * rows * keys * head_dim, no mask."""
-    q_heads, rows, head_dim = call.q.shape
-    return 4.0 * q_heads * rows * call.k.shape[1] * head_dim
 
 
 def kv_bytes(call: AttentionCall) -> float:
@@ -58,7 +53,7 @@ def run(settings: Settings) -> Result:
 
 def _measured(kernels: Kernels, call: AttentionCall, settings: Settings) -> Iterator[dict[str, Any]]:
     rows, head_dim = call.q.shape[1:]
-    by_name: dict[str, Backend] = {backend.name: backend for backend in kernels._backends[Rows.of(rows)]}
+    by_name: dict[str, Backend] = {backend.name: backend for backend in kernels.taking(call)}
     serving = kernels.choose(call).name
     for name, objection in kernels.explain(call):
         row: dict[str, Any] = {"head_dim": head_dim, "rows": rows, "backend": name, "why_not": objection or ""}
@@ -67,5 +62,5 @@ def _measured(kernels: Kernels, call: AttentionCall, settings: Settings) -> Iter
         if objection is None and (name != PlainTorch.name or settings.small):  # the last resort would take minutes
             calls = 20 if rows < 128 and not settings.small else 1
             time = median_seconds(partial(by_name[name], call), call.q.device, calls=calls)
-            row |= {"tflops": attention_flop(call) / time / 1e12, "gbps": kv_bytes(call) / time / 1e9}
+            row |= {"tflops": call_flop(call) / time / 1e12, "gbps": kv_bytes(call) / time / 1e9}
         yield row

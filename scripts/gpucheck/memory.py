@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpucheck.report import Result, Settings, say, synchronize, table
 from gpucheck.shape import NEW_TOKENS, make_provider, open_engine, random_prompt
+from longgen.benchmarking.measuring import resident_bytes
 from longgen.engine import Engine
 
 DEVICE_SPREAD, HOST_SPREAD = 0.01, 0.02
@@ -69,11 +69,3 @@ def _measure(engine: Engine, tokens: int, settings: Settings) -> dict[str, Any]:
         "host_bytes": engine.store.host_bytes,
         "host_rss": resident_bytes() - bare,
     }
-
-
-def resident_bytes() -> int:
-    """Physical memory of this process (VmRSS)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmRSS")

@@ -8,23 +8,26 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from gpucheck import context, refusals
-from gpucheck.memory import resident_bytes
 from gpucheck.report import Result, Settings, say, seconds, synchronize, table
-from gpucheck.shape import NEW_TOKENS, larger_config, make_provider, model_config, random_prompt
+from gpucheck.shape import NEW_TOKENS, larger_shape, make_provider, random_prompt, usual_shape
+from longgen.benchmarking.measuring import resident_bytes
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import device_budget
+from longgen.kv.extents import PIECE_BYTES
 from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider
-from longgen.model.shape import model_shape
+from longgen.model_shape import ModelShape
 from longgen.opening import begin_host_memory, meter_of, options_of, plan_again
-from longgen.planning import Limits, hold_to, run_machine
+from longgen.planning import Limits, device_rates, hold_to, run_machine
 
 CAP = 24 << 30
 WARM_UP, STEPS = 2, 4
@@ -46,7 +49,8 @@ TIMES = (
     "predicted_rate",
     "decode_bound",
 )
-PINNING = ("tokens", "begun", "lead_s", "cold_s", "warm_s", "slower")
+PINNING = ("tokens", "begun", "lead_s", "prefill_s", "slower")
+BEGUN = ("before", "with the plan", "with the prefill")  # when host memory is made; the first is compared against
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Subject:
     """A model of random weights, and its planner under the cap."""
 
     name: str
-    config: Any
+    shape: ModelShape
     planner: Planner
 
 
@@ -70,8 +74,8 @@ def run(settings: Settings) -> Result:
     pinned: list[dict[str, Any]] = []
     rate = _pin_rate(settings)
     say(f"  pinning in the background: {rate / 2**30:.2f} GiB/s")
-    for name, config in (("qwen3-0.6b", model_config), ("qwen2.5-7b", larger_config)):
-        subject = _subject(name, config(settings.small), settings)
+    for name, shape in (("qwen3-0.6b", usual_shape), ("qwen2.5-7b", larger_shape)):
+        subject = _subject(name, shape(settings.small), settings)
         rows += _lengths(subject, settings, others)
         if name == "qwen3-0.6b":
             pinned += _pinning(subject, settings)
@@ -89,7 +93,7 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
     """Bytes of the card that other processes hold, and what a fresh process takes step by step."""
     if settings.device.type != "cuda":
         return 0, []
-    index = settings.device.index or 0
+    index = settings.device.index
     fresh = not torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]
     try:
         others, steps = context.probe(settings.device)
@@ -103,11 +107,12 @@ def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
     return others, steps
 
 
-def _subject(name: str, config: Any, settings: Settings) -> Subject:
+def _subject(name: str, shape: ModelShape, settings: Settings) -> Subject:
     limits = Limits(gpu_memory=CAP if settings.device.type == "cuda" else None)
-    shape = model_shape(config, name, "bfloat16")
-    machine = run_machine(limits, shape, settings.device)
-    return Subject(name, config, Planner(shape, machine, _choices(settings)))
+    planner = Planner(shape, run_machine(limits, settings.device), _choices(settings))
+    if settings.device.type == "cuda":
+        planner = planner.rated(device_rates(settings.device, shape))
+    return Subject(name, shape, planner)
 
 
 def _choices(settings: Settings, resident_blocks: int | None = None) -> PlanOptions:
@@ -123,7 +128,7 @@ def _lengths(subject: Subject, settings: Settings, others: int) -> Iterator[dict
     prompts = (256, 512, 1024) if settings.small else (65_536, 262_144, 524_288)
     plans = [subject.planner.plan(tokens, NEW_TOKENS) for tokens in prompts]
     hold_to(plans[0], CAP, settings.device)
-    provider = make_provider(settings, subject.config)
+    provider = make_provider(settings, subject.shape)
     for plan in plans:
         row = _length(subject, plan, provider, settings, others)
         for columns in (MEMORY, INSIDE, TIMES):
@@ -201,46 +206,53 @@ def _used(device: torch.device) -> int:
 
 def _pin_rate(settings: Settings) -> float:
     """Bytes a second of four pieces for each thread."""
-    size = 1 << 16 if settings.small else 256 << 20
+    size = 1 << 16 if settings.small else PIECE_BYTES
     with closing(HostSupply(open_transfer(settings.device))) as supply:
         count = 4 * supply.threads
         return count * size / seconds(lambda: supply.collect(supply.order([size] * count)), settings.device)
 
 
 def _pinning(subject: Subject, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Prefills whose host memory is not there yet, against the same once it is; nothing stays on the device."""
+    """First prefills whose host memory is made meanwhile, against those that found it made; nothing stays on the
+    device."""
     short, long = (256, 1024) if settings.small else (65_536, 262_144)
     planner = Planner(subject.planner.model, subject.planner.machine, _choices(settings, resident_blocks=0))
-    for which, tokens, early in (("short", short, True), ("short", short, False), ("long", long, True)):
-        row = {"which": which, **_cold_and_warm(planner.plan(tokens, NEW_TOKENS), subject, settings, early=early)}
-        _settle(settings.device)
-        table(PINNING, [[row[column] for column in PINNING]])
-        yield row
+    with TemporaryDirectory() as folder:
+        make_provider(settings, subject.shape).model.save_pretrained(folder)
+        for which, tokens in (("short", short), ("long", long)):
+            plan = planner.plan(tokens, NEW_TOKENS)
+            made: dict[str, Any] = {}
+            for begun in BEGUN:
+                row = _first_prefill(planner, plan, Path(folder), settings, begun)
+                _settle(settings.device)
+                made = made or row
+                row |= {"which": which, "slower": row["prefill_s"] / made["prefill_s"] - 1}
+                table(PINNING, [[row[column] for column in PINNING]])
+                yield row
 
 
-def _cold_and_warm(plan: MemoryPlan, subject: Subject, settings: Settings, *, early: bool) -> dict[str, Any]:
-    """early: pinning begins with the plan, as in `run`, while the weights are made; else with the prefill.
+def _first_prefill(planner: Planner, plan: MemoryPlan, folder: Path, settings: Settings, begun: str) -> dict[str, Any]:
+    """The first prefill of an engine that is opened as `run` opens it, with host memory begun at one of BEGUN.
 
     A short request of another engine comes before it all, so that the difference is not that of first uses.
     """
     device, options = settings.device, options_of(plan, _options(settings))
-    _warm_up(Engine.over(make_provider(settings, subject.config), options), plan)
+
+    def resize(provider: Provider, options: EngineOptions) -> EngineOptions:
+        return options_of(plan_again(planner, plan, provider, options, meter_of(device, plan)), options)
+
+    _warm_up(Engine.load(folder, options), plan)
     _settle(device)
-    with closing(begin_host_memory(plan, plan.tokens if early else 0, device)) as supply:
+    with closing(begin_host_memory(plan, 0 if begun == "with the prefill" else plan.tokens, device)) as supply:
         started = time.perf_counter()
-        engine = Engine.over(make_provider(settings, subject.config), options, None, supply)
+        engine = Engine.load(folder, options, supply=supply, resize=resize)
         synchronize(device)
         lead, prompt = time.perf_counter() - started, random_prompt(plan.prompt)
-        cold, warm = (seconds(lambda: engine.prefill(prompt, new_tokens=NEW_TOKENS), device) for _ in range(2))
-    begun = "with the plan" if early else "with the prefill"
-    return {
-        "tokens": plan.prompt,
-        "begun": begun,
-        "lead_s": lead,
-        "cold_s": cold,
-        "warm_s": warm,
-        "slower": cold / warm - 1,
-    }
+        if begun == "before":
+            engine.store.announce(0, plan.tokens)
+            engine.store._parts.host.grow(0, plan.tokens)
+        prefill = seconds(lambda: engine.prefill(prompt, new_tokens=NEW_TOKENS), device)
+    return {"tokens": plan.prompt, "begun": begun, "lead_s": lead, "prefill_s": prefill}
 
 
 def _warm_up(engine: Engine, plan: MemoryPlan) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from longgen.benchmarking.tables import table_lines
+from longgen.measure import timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,9 @@ def say(text: str) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table for people, columns as wide as needed; floats with four digits, None as a dash."""
-    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
-    for row in cells:
-        say("  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    """A table for people."""
+    for line in table_lines(headers, rows):
+        say(line)
 
 
 def synchronize(device: torch.device) -> None:
@@ -62,11 +54,7 @@ def synchronize(device: torch.device) -> None:
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
     """Of one call, from an idle device to an idle device."""
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
+    return timed(function, lambda: synchronize(device))
 
 
 def median_seconds(function: Callable[[], object], device: torch.device, *, repeats: int = 5, calls: int = 1) -> float:

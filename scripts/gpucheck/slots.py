@@ -6,7 +6,8 @@ import gc
 from typing import Any
 
 from gpucheck.report import Result, Settings, median_seconds, say, seconds, table
-from gpucheck.shape import NEW_TOKENS, decode_work, make_provider, open_engine, random_prompt
+from gpucheck.shape import NEW_TOKENS, make_provider, open_engine, random_prompt, usual_shape
+from longgen.costs import step_read_bytes
 from longgen.model.provider import Provider
 
 COUNTS = (1, 2, 4, 8)
@@ -48,13 +49,13 @@ def _case(provider: Provider, settings: Settings, tokens: int, count: int) -> di
     step = median_seconds(decode, settings.device) / STEPS_AT_ONCE
     moved = [engine.observer.request(slot) for slot in slots]
     assert all(stats is not None and stats.decode.h2d_bytes == stats.prefill.d2h_bytes == 0 for stats in moved)
-    work = decode_work(engine, tokens)
-    weights = work.read - tokens * engine.store.layout.shape.cached_token_bytes
+    read = step_read_bytes(usual_shape(settings.small), tokens)
+    weights = read - tokens * engine.store.layout.shape.cached_token_bytes
     return {
         "slots": count,
         "prefill_s": prefilled,
         "step_s": step,
         "tokens_per_s": count / step,
         "of_each": 1 / step,
-        "read_gbps": (weights + count * (work.read - weights)) / step / 1e9,  # weights once, KV of every slot
+        "read_gbps": (weights + count * (read - weights)) / step / 1e9,  # weights once, KV of every slot
     }

@@ -113,7 +113,9 @@ def test_the_allocator_takes_nothing_more_of_the_device_and_no_piece_as_large_as
 ) -> None:
     device = torch.device("cuda")
     engine = open_long_runs(build, device, kind, options, resident)
-    lengths = [40 * engine.chunk_tokens + 5, 70 * engine.chunk_tokens + 77]
+    # Short ends: over few rows, torch's flash kernel keeps a result for each of up to 32 parts of the keys, which is no
+    # KV and does not grow with it, but for 77 rows is larger than a run of this small model.
+    lengths = [40 * engine.chunk_tokens + 5, 70 * engine.chunk_tokens + 29]
     for tokens in lengths:
         request(engine, tokens)
     run = engine.store._parts.ring.entries[0].k.nbytes

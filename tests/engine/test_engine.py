@@ -136,6 +136,16 @@ def test_options_that_cannot_work_are_refused(build: Build, options: dict[str, o
         chosen.torch_device()
 
 
+def test_a_cuda_device_gets_its_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    for name, index in (("cuda", 2), ("auto", 2), ("cuda:0", 0), ("cuda:1", 1)):
+        assert EngineOptions(device=name).torch_device() == torch.device("cuda", index)
+    with pytest.raises(UsageError, match="cuda:3 is not there: torch sees 3"):
+        EngineOptions(device="cuda:3").torch_device()
+
+
 def test_misuse_names_the_slot(build: Build) -> None:
     engine = open_engine(build("qwen3"))
     with pytest.raises(SlotError, match="slot 3"):

@@ -95,6 +95,15 @@ class Mirror:
             for layer, (k, v) in new.items():
                 self._kv[slot, layer] = (*self._past(slot, layer), (k[i, :, : counts[i]], v[i, :, : counts[i]]))
 
+    def fill(self, slot: int, tokens: int, chunk: int, generator: torch.Generator) -> None:
+        """What KVStore.fill_random puts into a slot, drawn again in the order that it documents."""
+        for start in range(0, tokens, chunk):
+            shape = (self.layout.kv_heads, min(chunk, tokens - start), self.layout.head_dim)
+            for layer in self.layout.layers:
+                k = torch.randn(shape, generator=generator, dtype=self.layout.dtype, device=generator.device)
+                v = torch.randn(shape, generator=generator, dtype=self.layout.dtype, device=generator.device)
+                self._kv[slot, layer.index] = (*self._past(slot, layer.index), (k, v))
+
     def truncate(self, slot: int, length: int) -> None:
         for layer in self.layout.layers:
             kept, left = [], length

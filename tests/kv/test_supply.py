@@ -90,7 +90,7 @@ def make_store_over(supply: HostSupply, **sizes: Any) -> KVStore:
 
 @pytest.mark.parametrize(
     ("kv_heads", "layers_in_a_piece"),
-    [(8, [4] * 7), (4, [8, 8, 8, 4]), (1, [28]), (64, [1] * 28)],
+    [(8, [2] * 14), (4, [4] * 7), (1, [16, 12]), (64, [1] * 28)],
     ids=["Qwen3-0.6B", "Qwen2.5-7B", "one", "a layer beyond the limit"],
 )
 def test_pieces_hold_whole_layers_and_no_more_than_the_limit(kv_heads: int, layers_in_a_piece: list[int]) -> None:
@@ -122,6 +122,30 @@ def test_pieces_are_made_in_the_background_in_the_order_of_the_request(small_pie
     for n in (24, 17):
         run_pass(store, mirror, [(0, n)], [n])
     assert len(transfer.asked) == 12 and store.host_bytes == 2 * 11 * BLOCK_BYTES
+
+
+def test_all_threads_work_until_pieces_are_collected_and_while_somebody_waits_for_them() -> None:
+    transfer, permits = GatedTransfer(open_gate=True), threading.Semaphore(0)
+
+    def wait_for_a_permit(nbytes: int) -> None:
+        assert permits.acquire(timeout=PATIENCE)
+
+    transfer.fails = wait_for_a_permit
+    supply = HostSupply(transfer, threads=3)
+    pieces = supply.order([64] * 40)
+    until(lambda: len(workers()) == len(transfer.asked) == 3)
+    permits.release(6)
+    until(lambda: len(transfer.asked) == 9)
+    supply.collect([piece for piece in pieces if piece.done])
+    permits.release(3)
+    until(lambda: len(workers()) == 1 and len(transfer.asked) == 10)  # the others end after the piece at hand
+    collector = threading.Thread(target=supply.collect, args=(pieces[-3:],))
+    collector.start()
+    until(lambda: len(workers()) == 3)
+    permits.release(40)
+    collector.join(PATIENCE)
+    until(lambda: len(transfer.asked) == 40)
+    assert all(memory.numel() == 64 for memory in supply.collect(pieces))
 
 
 def test_a_pass_waits_for_the_pieces_it_needs_and_for_no_others(small_pieces: None) -> None:

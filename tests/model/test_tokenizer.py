@@ -89,6 +89,60 @@ def test_the_text_and_the_template_around_it_are_encoded_as_one(folder: Path) ->
         assert library.decode(prompt.ids[stop:]) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
+TALK = [("system", "be\n brief "), ("user", "  \u0301who? "), ("assistant", "I.\n"), ("user", "and you")]
+
+
+def test_a_conversation_is_encoded_as_transformers_encodes_it(folder: Path) -> None:
+    library = AutoTokenizer.from_pretrained(folder)
+    tokenizer = TextTokenizer(library)
+    for count in range(1, 5):
+        for opening in ("", " Well, <"):
+            messages = [{"role": role, "content": text} for role, text in TALK[:count]]
+            rendered = library.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + opening
+            told: list[int] = []
+            prompt = tokenizer.encode_chat(TALK[:count], told.append, opening)
+            assert prompt.ids.tolist() == library(rendered, add_special_tokens=False)["input_ids"]
+            assert sum(told) >= len(opening) + sum(len(text) for _, text in TALK[:count])
+
+
+def test_of_a_conversation_the_longest_message_can_be_cut(folder: Path) -> None:
+    library = AutoTokenizer.from_pretrained(folder)
+    tokenizer = TextTokenizer(library)
+    for longest in range(3):
+        messages = [("user", f"<|im_end|> text {number} " * (9 if number == longest else 1)) for number in range(3)]
+        prompt = tokenizer.encode_chat(messages, opening="Well")
+        assert prompt.text is not None
+        kept = library.decode(prompt.ids[slice(*prompt.text)])
+        assert kept and kept in messages[longest][1]
+        assert len(kept) > len(messages[longest][1]) - 8
+    raw = tokenizer.encode_prompt("one two three", False, opening="<|im_end|> four")
+    assert raw.text is not None
+    assert library.decode(raw.ids[slice(*raw.text)]) == "one two three"
+    assert library.decode(raw.ids) == "one two three<|im_end|> four"
+
+
+def test_a_template_that_puts_messages_between_no_control_tokens(folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    template = copied / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}; {% endfor %}it:")
+    library = AutoTokenizer.from_pretrained(copied)
+    prompt = TextTokenizer(library).encode_chat([("user", "one"), ("user", "two, the longer"), ("user", "x")])
+    assert prompt.ids.tolist() == library("user: one; user: two, the longer; user: x; it:")["input_ids"]
+    assert prompt.text is not None
+    assert library.decode(prompt.ids[slice(*prompt.text)]).strip() == "two, the longer"
+    template.write_text("{% for m in messages | reverse %}{{ m.content }}{% endfor %}")
+    with pytest.raises(CheckpointError, match="gives the text of message 2 not in its place"):
+        TextTokenizer.load(copied).encode_chat([("user", "one"), ("user", "two")])
+
+
+def test_thinking_is_told_to_the_template_where_it_is_given(folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "chat_template.jinja").write_text("{{ messages[0].content }} {{ enable_thinking | default('unset') }}")
+    tokenizer = TextTokenizer.load(copied)
+    for thinking, expected in ((None, "x unset"), (True, "x True"), (False, "x False")):
+        assert tokenizer.decode(tokenizer.encode_chat([("user", "x")], thinking=thinking).ids) == expected
+
+
 def test_what_the_text_says_does_not_change_the_template(folder: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(folder, tmp_path / "copy")
     template = "{% for m in messages %}[{% if 'x' in m.content %}tool{% endif %}{{ m.content | trim }}]{% endfor %}"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from longgen.errors import CheckpointError
 from longgen.model.checkpoint import SUPPORTED_TYPES, load_model, read_config
+from longgen.model.shards import read_shards
 from longgen.model.weights import check_weights
 from tests.checkpoints import Build
 
@@ -76,12 +77,12 @@ def refused(folder: Path, pattern: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_sound_folders_pass(build: Build, model_type: str, tied: bool) -> None:
     folder = build(model_type, tied=tied)
-    check_weights(folder, read_config(folder))
+    check_weights(folder, read_config(folder), read_shards(folder))
 
 
 def test_sound_shards_pass(copy: Copy) -> None:
     folder = split(copy("qwen3_moe"))
-    check_weights(folder, read_config(folder))
+    check_weights(folder, read_config(folder), read_shards(folder))
 
 
 @pytest.mark.parametrize("model_type", DENSE_AND_EXPERTS)
@@ -135,7 +136,7 @@ def test_an_expert_under_anothers_number_is_noticed(copy: Copy) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe"])
 def test_multi_token_prediction_is_ignored_where_transformers_does(copy: Copy, model_type: str) -> None:
     folder = edit(copy(model_type), lambda w: w.update({"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2)}))
-    check_weights(folder, read_config(folder))
+    check_weights(folder, read_config(folder), read_shards(folder))
 
 
 def test_multi_token_prediction_in_a_model_that_has_none_is_left_over(copy: Copy) -> None:
@@ -144,7 +145,7 @@ def test_multi_token_prediction_in_a_model_that_has_none_is_left_over(copy: Copy
 
 def test_a_vision_part_is_ignored_whatever_it_holds(copy: Copy) -> None:
     folder = edit(copy("qwen3_5"), lambda w: w.update({"model.visual.more": torch.zeros(2, dtype=torch.int8)}))
-    check_weights(folder, read_config(folder))
+    check_weights(folder, read_config(folder), read_shards(folder))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,20 @@ from longgen.engine import Engine
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.plan import Planner, PlanOptions
 from longgen.kv.predict import reference_rates
-from longgen.planning import Limits, _rates_here, find_shape, parse_tflops, run_machine, this_machine
+from longgen.planning import (
+    Limits,
+    device_rates,
+    find_shape,
+    parse_tflops,
+    rated_planner,
+    run_machine,
+    summary,
+    this_machine,
+)
 from tests.checkpoints import Build
 from tests.plan.machines import GIB, machine
+from tests.plan.shapes import SMALL
+from tests.plan.shapes import machine as sized
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +184,21 @@ def test_the_machine_is_read_from_its_files(tmp_path: Path) -> None:
 
 def test_a_gpu_cap_on_the_cpu_is_refused() -> None:
     with pytest.raises(UsageError, match="limits a GPU, and this run is on the CPU"):
-        run_machine(Limits(gpu_memory=1 << 30), find_shape("qwen"), torch.device("cpu"))
+        run_machine(Limits(gpu_memory=1 << 30), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("gpu", "prompt", "measures"), [(24, 1000, False), (24, 100_000, True), (2.5, 1000, True)])
+def test_rates_are_measured_only_where_they_can_change_the_plan(
+    monkeypatch: pytest.MonkeyPatch, gpu: float, prompt: int, measures: bool
+) -> None:
+    measured = replace(reference_rates(128), source="measured here")
+    monkeypatch.setattr(planning, "device_rates", lambda *_: measured)
+    unrated = Planner(SMALL, replace(sized(gpu), rates=None))
+    plan = rated_planner(unrated, prompt, 10, torch.device("cuda")).plan(prompt, 10)
+    assert plan.machine.rates == (measured if measures else None)
+    assert plan.roomy == (not measures) and plan.sizes == Planner(SMALL, sized(gpu)).plan(prompt, 10).sizes
+    assert ("no rates are measured" in summary(plan)[2]) == (not measures)
+    assert rated_planner(unrated, 100_000, 10, torch.device("cpu")) is unrated
 
 
 # The plan of a run.
@@ -279,4 +305,4 @@ def test_a_card_without_room_to_measure_takes_the_reference_rates(monkeypatch: p
 
     monkeypatch.setattr("longgen.measure.measure_rates", run_out)
     shape = find_shape("qwen")
-    assert _rates_here(torch.device("cpu"), shape) == reference_rates(shape.head_dim)
+    assert device_rates(torch.device("cpu"), shape) == reference_rates(shape.head_dim)

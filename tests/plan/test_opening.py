@@ -87,6 +87,16 @@ def test_resident_blocks_are_cut_from_what_a_measured_chunk_leaves(build: Build,
     assert torch.equal(Engine.over(provider, options).prefill(ids), expected)
 
 
+def test_a_plan_with_room_to_spare_is_not_measured(build: Build) -> None:
+    folder = build("qwen3")
+    planner, meter = tiny_planner(folder, 8 * GIB), FakeMeter(1 << 20, 1 << 20)
+    plan = planner.plan(50, 10)
+    assert plan.roomy and not planner.plan(100, 10).roomy  # two chunks
+    assert plan_again(planner, plan, load(folder), OPTIONS, meter) is plan and meter.settled == 0
+    tight = tiny_planner(folder, 900 << 20).plan(50, 10)
+    assert tight.resident_blocks == 4 and not tight.roomy
+
+
 def test_a_chunk_of_the_planned_size_is_run_after_some_blocks_and_before_a_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,8 +109,10 @@ def test_a_chunk_of_the_planned_size_is_run_after_some_blocks_and_before_a_token
     monkeypatch.setattr(Provider, "forward", noted)  # of every engine's copy
     meter = FakeMeter(5000, 300)
     use = measure_use(provider, replace(OPTIONS, chunk_size=64, resident_blocks=9), meter)
-    assert passes == [(64, 0), (64, 64), (1, 128)]
-    assert use == MeasuredUse(runtime=300, allocator=70, activations=5000)
+    assert passes[:3] == [(64, 0), (64, 64), (1, 128)]  # for memory
+    assert passes[3:] == [(12, 0), (1, 12), (1, 13), (1, 14), (1, 15)]  # for time
+    assert use.step_seconds is not None and use.step_seconds > 0
+    assert replace(use, step_seconds=None) == MeasuredUse(runtime=300, allocator=70, activations=5000)
     assert meter.settled == 2
 
 

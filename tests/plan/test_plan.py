@@ -18,6 +18,7 @@ from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
 from longgen.model_shape import ModelShape
+from longgen.planning import correction
 from tests.plan.machines import GIB
 from tests.plan.shapes import SEVEN, SLIDING, SMALL, machine
 
@@ -120,6 +121,15 @@ def test_measured_activations_take_the_place_of_the_estimate() -> None:
     assert before.resident_blocks - after.resident_blocks in (int(blocks), int(blocks) + 1)
     assert after.device.total <= 24 * GIB
     assert after.host_blocks + after.resident_blocks == before.host_blocks + before.resident_blocks
+
+
+def test_a_measured_step_takes_the_place_of_the_time_that_kernels_are_thought_to_take() -> None:
+    planner = Planner(SMALL, machine(24))
+    before = planner.plan(30_000, 256)
+    assert before.prediction is not None and before.prediction.decode_bound == "starting kernels"
+    after = planner.again(before, MeasuredUse(500 << 20, 0, 1 << 20, step_seconds=0.1))
+    assert after.prediction is not None and after.prediction.decode_rate == pytest.approx(10)
+    assert "decode about 10.0 tok/s" in str(correction(before, after))
 
 
 def test_a_chunk_that_takes_less_than_was_thought_leaves_more_blocks_on_the_device() -> None:

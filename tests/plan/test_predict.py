@@ -81,7 +81,9 @@ def test_decoding_reads_what_is_not_resident_over_the_wire() -> None:
 def test_short_decoding_is_bound_by_starting_kernels() -> None:
     result = predict(SMALL, SMALL.kv(1024), StoreSizes(resident_blocks=8), RATES, 1000, 0)
     assert result.decode_bound == "starting kernels"
-    assert 1 / result.decode_rate == pytest.approx(27e-3, rel=0.01)
+    assert 1 / result.decode_rate == pytest.approx(28 * 1.2e-3, rel=0.01)
+    slower = predict(SMALL, SMALL.kv(1024), StoreSizes(resident_blocks=8), replace(RATES, layer=2e-3), 1000, 0)
+    assert 1 / slower.decode_rate == pytest.approx(56e-3)
 
 
 def test_rates_that_are_given_take_the_place_of_the_reference() -> None:

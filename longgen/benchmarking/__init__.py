@@ -1,0 +1,1 @@
+"""`longgen bench`: what the engine does beside what the machine allows."""

@@ -1,0 +1,204 @@
+"""What `longgen bench` does: plans each length as `run` would, measures it, prints a table and a line of JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from longgen.benchmarking.ceilings import Ceilings, measure_ceilings
+from longgen.benchmarking.measuring import bench_tokens, measure_length
+from longgen.benchmarking.plot import check_plot, draw
+from longgen.benchmarking.rows import COLUMNS, cell, make_row
+from longgen.benchmarking.subject import Subject, find_subject
+from longgen.benchmarking.tables import table_lines
+from longgen.config import Settings
+from longgen.engine import Engine, EngineOptions
+from longgen.errors import CapacityError, UsageError
+from longgen.facts import machine_facts, versions
+from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
+from longgen.kv.supply import HostSupply
+from longgen.kv.transfer import make_current, open_transfer
+from longgen.model.provider import Provider
+from longgen.model.quiet import quiet_transformers
+from longgen.opening import meter_of, options_of, plan_again
+from longgen.planning import Limits, device_rates, hold_to, run_machine, summary
+from longgen.preparation import engine_options
+
+LONG_TOKENS = 512 << 10  # from here on one run is enough, and takes long enough
+USUAL_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What is measured.
+
+    Attributes:
+        lengths: tokens of the prompts.
+        resident: blocks of each layer that stay on the device: a number, "all", or None for what fits.
+        repeats: prefills of each length, of which the median counts; None: three, one from 512K tokens on.
+        steps: decoded tokens of each length.
+        random_kv: fills the cache with random K and V instead of running the prompt.
+        plot: a picture file to write; None writes none.
+    """
+
+    lengths: tuple[int, ...]
+    resident: int | str | None = None
+    repeats: int | None = None
+    steps: int = 8
+    random_kv: bool = False
+    plot: Path | None = None
+
+    def repeats_of(self, tokens: int) -> int:
+        return self.repeats or (1 if tokens >= LONG_TOKENS else USUAL_REPEATS)
+
+
+def parse_resident(text: str | None) -> int | str | None:
+    """The value of --resident-blocks: "all", a number, or None. Raises UsageError."""
+    if text is None or text == "all":
+        return text
+    if re.fullmatch("0|[1-9][0-9]{0,8}", text):
+        return int(text)
+    raise UsageError(f"--resident-blocks {text!r} must be all, or a whole number of blocks such as 0")
+
+
+def bench(
+    model: str | None,
+    shape: str | None,
+    options: BenchOptions,
+    settings: Settings,
+    command: str,
+    out: TextIO,
+    err: TextIO,
+) -> int:
+    """Measures a model (as for `run`) or a shape (as for `plan`): a table to `err`, one line of JSON to `out`.
+
+    command: what the user wrote, for the JSON.
+
+    Returns the exit code: 1 if a length does not fit. Raises LongGenError for what is wrong with all of them.
+    """
+    if (model is None) == (shape is None):
+        raise UsageError("give either --model, to load its weights, or --shape, for random ones")
+    if options.plot is not None:
+        check_plot(options.plot)
+    engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
+    with quiet_transformers():
+        device = engine_options(settings).torch_device()
+        make_current(device)
+        subject = find_subject(model, shape, settings)
+        found = Bench(subject, options, settings, device, err)
+        result = {"command": command, "machine": machine_facts(device), "versions": versions()} | found.result()
+    print(json.dumps(result), file=out, flush=True)
+    if options.plot is not None:
+        draw(options.plot, f"{subject.shape.name} on {result['machine'].get('gpu', 'the CPU')}", result["rows"])
+    return CapacityError.exit_code if result["refused"] else 0
+
+
+class Bench:
+    """All lengths of one model on one device."""
+
+    def __init__(
+        self, subject: Subject, options: BenchOptions, settings: Settings, device: torch.device, err: TextIO
+    ) -> None:
+        self._subject, self._options, self._settings = subject, options, settings
+        self._device, self._err = device, err
+        # The budget is read before the ceilings are measured: what that leaves behind is this process's own.
+        self._machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), device)
+        if device.type == "cuda":
+            self._machine = replace(self._machine, rates=device_rates(device, subject.shape))
+        self._ceilings = measure_ceilings(device, subject.shape)
+
+    def result(self) -> dict[str, Any]:
+        """Runs every length that fits. The table is complete, or ends where the run was interrupted."""
+        shape = self._subject.shape
+        self._say(f"{shape.name}, {self._subject.weights}, {shape.dtype}; {_shown(self._ceilings)}")
+        rows: list[dict[str, Any]] = []
+        refused: list[str] = []
+        plans = []
+        for tokens in self._options.lengths:
+            with self._refusing(refused):
+                plans.append(self._planner(tokens).plan(tokens, bench_tokens(tokens, self._options.steps) - tokens))
+        try:
+            if plans:
+                provider = self._subject.load(self._device)
+            for plan in plans:
+                self._say("; ".join(summary(plan)))
+                with self._refusing(refused):  # what is measured may not fit after all
+                    rows.append(self._measure(provider, plan))
+        finally:
+            if rows:
+                self._table(rows)
+        return {
+            "model": asdict(shape) | {"weights": self._subject.weights, "parameters": shape.parameters},
+            "random_kv": self._options.random_kv,
+            "ceilings": asdict(self._ceilings),
+            "rows": rows,
+            "refused": refused,
+        }
+
+    def _planner(self, tokens: int) -> Planner:
+        """`all` resident blocks are those of this length."""
+        settings, resident = self._settings, self._options.resident
+        if resident == "all":
+            resident = -(-bench_tokens(tokens, self._options.steps) // settings.block_size)
+        blocks = resident if isinstance(resident, int) else None
+        choices = PlanOptions(settings.block_size, settings.chunk_size, blocks)
+        return Planner(self._subject.shape, self._machine, choices)
+
+    @contextmanager
+    def _refusing(self, refused: list[str]) -> Iterator[None]:
+        """Notes and says what does not fit; the other lengths are still measured."""
+        try:
+            yield
+        except CapacityError as error:
+            self._say(f"error: {error}")
+            refused.append(str(error))
+
+    def _measure(self, provider: Provider, plan: MemoryPlan) -> dict[str, Any]:
+        """One length, through an engine that is planned and measured as that of `run`."""
+        gc.collect()  # the engine before it, and its host memory
+        options = replace(engine_options(self._settings), dtype=self._subject.shape.dtype)
+        plan = self._fitted(provider, plan, options)
+        repeats = self._options.repeats_of(plan.prompt)
+        with closing(HostSupply(open_transfer(self._device))) as supply:
+            engine = Engine.over(provider, options_of(plan, options), None, supply)
+            chosen = self._options
+            measured = measure_length(
+                engine, plan.prompt, repeats=repeats, steps=chosen.steps, random_kv=chosen.random_kv
+            )
+            meter = meter_of(self._device, plan)
+            used = meter.outside() + meter.reserved() if meter else None
+            engine.close()
+        row = make_row(self._subject.shape, plan.kv, plan.sizes, measured, self._ceilings)
+        return row | {"device_used_bytes": used}
+
+    def _fitted(self, provider: Provider, plan: MemoryPlan, options: EngineOptions) -> MemoryPlan:
+        """The plan once a chunk is measured, on a GPU."""
+        hold_to(plan, self._settings.gpu_memory, self._device)
+        planner = self._planner(plan.prompt)
+        final = plan_again(planner, plan, provider, options, meter_of(self._device, plan))
+        hold_to(final, self._settings.gpu_memory, self._device)
+        return final
+
+    def _table(self, rows: Sequence[dict[str, Any]]) -> None:
+        cells = [[cell(row, path) for _, path in COLUMNS] for row in rows]
+        for line in table_lines([title for title, _ in COLUMNS], cells):
+            print(line, file=self._err)
+
+    def _say(self, text: str) -> None:
+        print(f"longgen: {text}", file=self._err, flush=True)
+
+
+def _shown(ceilings: Ceilings) -> str:
+    return (
+        f"copies {ceilings.h2d_gbps:,.1f} and {ceilings.d2h_gbps:,.1f} GB/s, at once {ceilings.both_gbps:,.1f} each; "
+        f"attention {ceilings.attention_tflops:,.3g} TFLOP/s ({ceilings.attention_backend}), matrix products "
+        f"{ceilings.matmul_tflops:,.3g}; device memory {ceilings.device_gbps:,.0f} GB/s"
+    )

@@ -1,0 +1,232 @@
+"""Batches that are killed, interrupted, run twice at once, or whose reader goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batches.running import Command, batch, read_lines, run, start, untimed, write_records
+
+RECORDS = 40
+KILLS = 25
+WORDS = "The quick brown fox jumps over the lazy dog "
+FLAGS = ("--max-new-tokens", "3", "--temperature", "0.8", "--max-len", "300")
+
+
+def forty(path: Path) -> Path:
+    """Forty records, of which two fail every time."""
+    records: list[dict[str, Any]] = [{"index": n, "prompt": WORDS * (n % 4 + 1) + str(n)} for n in range(RECORDS)]
+    records[7]["temperature"] = "hot"
+    records[22]["prompt"] = WORDS * 50  # more than --max-len
+    return write_records(path, records)
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Waits until something is so."""
+    for _ in range(120_000):
+        if what():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never came")
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill(command: Command, seconds: float, come: Callable[[], bool] = lambda: True) -> None:
+    """Kills a command some seconds after something has come, unless it has ended by itself."""
+    until(lambda: come() or command.process.exitcode is not None)
+    command.process.join(timeout=seconds)
+    if command.process.exitcode is None:
+        command.signal(signal.SIGKILL)
+    command.process.join()
+
+
+def kill_at_random(command: Command, out: Path, chance: random.Random) -> None:
+    """Kills it while it loads, when it has so many lines, or when it puts in place what failed before."""
+    moment = chance.choice(("loading", "lines", "lines", "lines", "placing"))
+    if moment == "loading":
+        kill(command, chance.uniform(0, 1))
+    elif moment == "lines":
+        count = lines_in(out) + chance.randint(1, RECORDS - 5)
+        kill(command, chance.uniform(0, 0.03), lambda: lines_in(out) >= count)
+    else:
+        kill(command, chance.uniform(0, 0.005), Path(f"{out}.retried").exists)
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_killed_at_any_moment_is_resumed_to_the_same_file(tiny: Path, tmp_path: Path) -> None:
+    prompts, whole = forty(tmp_path / "a.jsonl"), tmp_path / "whole"
+    assert run(tmp_path / "run", *batch(tiny, prompts, *FLAGS, "--output", str(whole))).code == 1
+    expected = untimed(whole)
+    assert [line["index"] for line in expected] == list(range(RECORDS))
+    assert [line["index"] for line in expected if line["error"]] == [7, 22]
+    chance, midst, placing = random.Random(0), 0, 0
+    for number in range(KILLS):
+        out = tmp_path / f"out{number}"
+        arguments = batch(tiny, prompts, *FLAGS, "--output", str(out))
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            kill_at_random(start(tmp_path / "killed", *arguments), out, chance)
+            midst += 0 < lines_in(out) < RECORDS
+            placing += Path(f"{out}.retried").exists()
+        done = run(tmp_path / "resumed", *arguments)
+        assert done.code == 1, done.err
+        assert untimed(out) == expected
+        assert {path.name for path in tmp_path.glob("out*")} == {f"out{n}" for n in range(number + 1)}
+    assert midst and placing
+
+
+@pytest.mark.slow
+def test_the_program_itself_is_killed_and_resumed(tiny: Path, tmp_path: Path) -> None:
+    prompts, out, whole = forty(tmp_path / "a.jsonl"), tmp_path / "out", tmp_path / "whole"
+    assert run(tmp_path / "run", *batch(tiny, prompts, *FLAGS, "--output", str(whole))).code == 1
+    command = [sys.executable, "-m", "longgen", *batch(tiny, prompts, *FLAGS, "--output", str(out))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+    until(lambda: lines_in(out) >= 5)
+    killed.kill()
+    killed.wait()
+    kept = lines_in(out)
+    assert 5 <= kept < RECORDS
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"longgen: {kept - (kept > 7) - (kept > 22)} of 40 records are done; going on" in done.stderr
+    assert untimed(out) == untimed(whole)
+
+
+def test_finished_records_are_skipped_and_changed_ones_are_done_again(tiny: Path, tmp_path: Path) -> None:
+    prompts, out = forty(tmp_path / "a.jsonl"), tmp_path / "out"
+    arguments = batch(tiny, prompts, *FLAGS, "--output", str(out))
+    run(tmp_path / "run", *arguments)
+    before = read_lines(out)
+    records = [json.loads(line) for line in prompts.read_text().splitlines()]
+    records[3]["prompt"] += " changed"
+    records[7]["temperature"] = 1.0
+    write_records(prompts, [{"id": "new", "prompt": "new"}, *records, {"id": "last", "prompt": "last"}])
+    done = run(tmp_path / "again", *arguments)
+    assert "longgen: 37 of 42 records are done; going on with the others" in done.err
+    after = read_lines(out)
+    assert [line["id"] for line in after] == ["new", *map(str, range(RECORDS)), "last"]
+    same = [old == new for old, new in zip(before, after[1:-1], strict=True)]
+    assert [number for number in range(RECORDS) if not same[number]] == [3, 7]  # timings too: nothing else was run
+    assert (after[8]["error"], after[23]["finish_reason"]) == (None, "error")
+
+
+def test_other_settings_are_told_and_finished_records_stay(tiny: Path, tmp_path: Path) -> None:
+    prompts, out = write_records(tmp_path / "a.jsonl", [{"prompt": WORDS}, {"prompt": "x"}]), tmp_path / "out"
+    run(tmp_path / "run", *batch(tiny, prompts, "--max-new-tokens", "3", "--output", str(out)))
+    before = out.read_bytes()
+    done = run(tmp_path / "other", *batch(tiny, prompts, "--max-new-tokens", "4", "--output", str(out)))
+    assert (
+        f"longgen: note: 2 records were done with other settings, and stay as they are: {prompts} line 1 with "
+        "max_new_tokens 3, now 4; --overwrite does them anew\n"
+    ) in done.err
+    assert (done.code, out.read_bytes()) == (0, before)
+    assert "longgen: 2 of 2 records are done; nothing is left to do\n" in done.err
+
+
+def test_an_output_that_is_there_is_refused_or_replaced_where_asked(tiny: Path, tmp_path: Path) -> None:
+    prompts, out = write_records(tmp_path / "a.jsonl", [{"prompt": WORDS}]), tmp_path / "out"
+    arguments = batch(tiny, prompts, "--max-new-tokens", "3", "--output", str(out))
+    assert run(tmp_path / "run", *arguments, "--no-resume").code == 0
+    before = out.read_bytes()
+    refused = run(tmp_path / "refused", *arguments, "--no-resume")
+    assert (refused.code, refused.err) == (
+        2,
+        f"longgen: error: the output {out} is there already; --overwrite replaces it\n",
+    )
+    broken = run(tmp_path / "broken", *batch(tmp_path / "nowhere", prompts, "--output", str(out), "--overwrite"))
+    assert (broken.code, out.read_bytes()) == (2, before)  # nothing is thrown away before there is something new
+    assert run(tmp_path / "replaced", *arguments, "--overwrite", "--max-new-tokens", "2").code == 0
+    assert [line["generated_tokens"] for line in read_lines(out)] == [2]
+
+
+def test_the_second_of_two_processes_on_one_output_is_refused(tiny: Path, tmp_path: Path) -> None:
+    records = [{"prompt": "x"}, {"prompt": "y", "max_tokens": 20_000, "repetition_penalty": 1.01}]
+    prompts, out = write_records(tmp_path / "a.jsonl", records), tmp_path / "out"
+    arguments = batch(tiny, prompts, "--max-new-tokens", "3", "--output", str(out))
+    first = start(tmp_path / "first", *arguments)
+    until(lambda: lines_in(out) == 1)
+    for flags in ((), ("--overwrite",)):
+        second = run(tmp_path / "second", *arguments, *flags)
+        assert second.code == 2
+        assert (
+            second.err
+            == f"longgen: error: the output {out} is in use by another run; wait for it, or give another one\n"
+        )
+    kill(first, 0)
+    assert lines_in(out) == 1
+    write_records(prompts, records[:1])
+    assert run(tmp_path / "third", *arguments).code == 0  # a lock does not outlive its process
+
+
+def test_ctrl_c_closes_cleanly_and_ends_with_130(tiny: Path, tmp_path: Path) -> None:
+    prompts, out = forty(tmp_path / "a.jsonl"), tmp_path / "out"
+    arguments = batch(tiny, prompts, *FLAGS, "--output", str(out))
+    whole = tmp_path / "whole"
+    run(tmp_path / "run", *batch(tiny, prompts, *FLAGS, "--output", str(whole)))
+    chance = random.Random(1)
+    for _ in range(4):
+        command = start(tmp_path / "stopped", *arguments)
+        least = lines_in(out) + chance.randint(1, 6)
+        until(lambda least=least: lines_in(out) >= least)  # type: ignore[misc]
+        command.signal(signal.SIGINT)
+        done = command.wait()
+        assert done.code == 130
+        assert done.out == ""
+        assert done.err.splitlines()[-2].endswith("; the same command goes on from there")
+        assert done.err.splitlines()[-1] == "longgen: interrupted"
+        assert out.read_bytes().endswith(b"\n")
+        assert [line["index"] for line in read_lines(out)] == list(range(lines_in(out)))
+    assert run(tmp_path / "resumed", *arguments).code == 1
+    assert untimed(out) == untimed(whole)
+
+
+@pytest.mark.parametrize("output", [None, "/dev/stdout"])
+def test_a_closed_pipe_ends_quietly(tiny: Path, tmp_path: Path, output: str | None) -> None:
+    prompts, pipe = forty(tmp_path / "a.jsonl"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    flags = ("--output", output) if output else ()
+    command = start(tmp_path / "run", *batch(tiny, prompts, *FLAGS, *flags), stdout=pipe)
+    with pipe.open("rb") as reader:
+        assert json.loads(reader.readline())["id"] == "0"
+    done = command.wait()
+    assert done.code == 141
+    assert "Broken" not in done.err and "interrupted" not in done.err
+    assert "40/40" not in done.err
+
+
+def test_a_line_is_there_as_soon_as_its_record_is_done(tiny: Path, tmp_path: Path) -> None:
+    records = [{"prompt": "x"}, {"prompt": "y", "max_tokens": 20_000, "repetition_penalty": 1.01}]
+    prompts, pipe = write_records(tmp_path / "a.jsonl", records), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = start(tmp_path / "run", *batch(tiny, prompts, "--max-new-tokens", "3"), stdout=pipe)
+    with pipe.open("rb") as reader:
+        assert json.loads(reader.readline())["generated_tokens"] == 3
+        assert command.process.exitcode is None
+        command.signal(signal.SIGINT)
+        assert command.wait().code == 130
+        assert reader.read() == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_output_that_takes_no_more_is_one_line_and_exit_code_1(tiny: Path, tmp_path: Path) -> None:
+    prompts = write_records(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    arguments = batch(tiny, prompts, "--max-new-tokens", "3")
+    for name, done in (
+        ("/dev/full", run(tmp_path / "a", *arguments, "--output", "/dev/full")),
+        ("standard output", start(tmp_path / "b", *arguments, stdout=Path("/dev/full")).wait()),
+    ):
+        assert done.code == 1
+        assert done.err.splitlines()[-1] == f"longgen: error: {name} cannot be written: No space left on device"

@@ -1,0 +1,42 @@
+"""Imports without garbage collection: the collector is as before afterwards, and does not look at what they made."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from longgen.startup import import_libraries
+
+CODE = """
+import gc, sys
+from longgen.startup import import_libraries
+if {disabled}:
+    gc.disable()
+import_libraries()
+assert {{"torch", "transformers", "longgen.engine", "longgen.model.tokenizer"}} <= set(sys.modules)
+import longgen.batch
+before = gc.get_freeze_count()
+assert before > 100_000, before
+import_libraries()
+assert gc.get_freeze_count() <= before
+print(gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_imports_are_set_aside_and_the_collector_goes_on(disabled: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(disabled=disabled)], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == (f"{not disabled}\n", "")
+
+
+def test_nothing_is_set_aside_where_the_libraries_are_there_already() -> None:
+    import transformers  # noqa: F401
+
+    frozen = gc.get_freeze_count()
+    import_libraries()
+    assert gc.get_freeze_count() == frozen and gc.isenabled()
