@@ -10,6 +10,22 @@ from longgen.errors import SlotError, UsageError
 RequestId = str | int  # never an object's id(): Python gives that to the next object
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket:
+    """One request in one slot of one engine: whoever means that request and no other holds on to it.
+
+    No two are equal, and one is in its slot from the request's begin to its end. So a caller that comes late is told
+    from the request that came after, also where the request ids are the same.
+
+    Attributes:
+        slot_id: where the request runs.
+        request_id: whose slot it has to be; None: anybody's.
+    """
+
+    slot_id: int
+    request_id: RequestId | None = None
+
+
 @dataclass(slots=True)
 class Place:
     """One slot as callers see it.
@@ -17,14 +33,12 @@ class Place:
     Attributes:
         owner: the request it is allocated to; None: free.
         last_owner: the one before, for messages.
-        used: whether anything ran in it since it was last emptied.
-        ticket: of the request in it, different for every request; None: no prompt was begun since.
+        ticket: of the request in it; None: nothing ran in it since it was last emptied.
     """
 
     owner: RequestId | None = None
     last_owner: RequestId | None = None
-    used: bool = False
-    ticket: int | None = None
+    ticket: Ticket | None = None
 
 
 class SlotAllocator:
@@ -62,7 +76,7 @@ class SlotAllocator:
             if place.owner == request_id:
                 raise SlotError(f"request {request_id!r} has slot {slot_id} already: release it first")
         for slot_id, place in enumerate(self._places):
-            if place.owner is None and not place.used:
+            if place.owner is None and place.ticket is None:
                 place.owner = request_id
                 return slot_id
         raise SlotError(f"no slot is free for request {request_id!r}: {self.taken()}; release one, or allocate more")
@@ -76,7 +90,10 @@ class SlotAllocator:
 
     def expect(self, slot_id: int, request_id: RequestId) -> None:
         """Raises SlotError unless the slot is the request's."""
-        owner = self[slot_id].owner
+        try:
+            owner = self[slot_id].owner
+        except SlotError as error:
+            raise SlotError(f"request {request_id!r} uses a slot that is not there: {error}") from None
         if owner is None:
             raise SlotError(
                 f"request {request_id!r} uses slot {slot_id}, which is not allocated: {self._history(slot_id)}"
@@ -91,7 +108,7 @@ class SlotAllocator:
             if place.owner is not None
             else f"slot {slot_id} holds tokens of no request id"
             for slot_id, place in enumerate(self._places)
-            if place.owner is not None or place.used
+            if place.owner is not None or place.ticket is not None
         )
 
     def _history(self, slot_id: int) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
+from longgen.interrupts import check_interrupted
 from longgen.jobs import Job
 from longgen.phases import Phases
 from longgen.progress import PrefillProgress
@@ -68,8 +69,13 @@ def answer(
     started = time.monotonic()
     with ExitStack() as stack:
         with PrefillProgress(count, shown=options.progress, stream=err) as bar:
+
+            def prefilled_to(tokens: int) -> None:
+                check_interrupted()
+                bar.update(tokens)
+
             generation = engine.generate(
-                job.prompt, max_new_tokens=new, stop_ids=job.stop_ids, sampler=sampler, on_prefill=bar.update
+                job.prompt, max_new_tokens=new, stop_ids=job.stop_ids, sampler=sampler, on_prefill=prefilled_to
             )
             tokens = stack.enter_context(closing(iter(generation)))
             token = next(tokens, None)
@@ -121,6 +127,7 @@ def _stream(tokens: Iterable[int], decoder: DecodeStream, stops: StopStrings, wr
     """Writes the tokens' text as they come, up to a stop string; returns how many there were."""
     generated = 0
     for token in tokens:
+        check_interrupted()
         generated += 1
         write(stops.push(decoder.push(token)))
         if stops.found:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from longgen.allocation import RequestId
+from longgen.allocation import RequestId, Ticket
+from longgen.ends import do_all
 from longgen.errors import LongGenError, SlotError, UsageError
 from longgen.metrics import RequestStats
 from longgen.sampling import Sampler, SamplingSettings, record_seed
@@ -36,6 +38,7 @@ class BatchedRequest:
         finish_reason: "stop", "length" or "error", once finished.
         error: what went wrong in choosing a token or in the prefill.
         stats: its figures, once finished.
+        ticket: what tells it from any other request of this slot and id, once its prefill has begun.
     """
 
     request_id: RequestId
@@ -52,6 +55,7 @@ class BatchedRequest:
     finish_reason: str | None = None
     error: LongGenError | None = None
     stats: RequestStats | None = None
+    ticket: Ticket | None = field(default=None, init=False, repr=False)
     sampler: Sampler = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,31 +87,35 @@ class StepResult:
 def prefill(engine: Engine, requests: Sequence[BatchedRequest]) -> list[StepResult]:
     """See Engine.batch_prefill."""
     alive = _alive(engine, requests)
-    for request in alive.values():
-        if request.last_token is not None:
+    prompts: dict[int, torch.Tensor | LongGenError] = {}
+    for place, request in alive.items():
+        if request.ticket is not None:
             raise SlotError(f"request {request.request_id!r} was prefilled in slot {request.slot_id} already")
-        engine.slots.check_room([request.slot_id], len(request.prompt_tokens) + request.max_new_tokens)
+        prompts[place] = prompt = _prompt(engine, request)
+        count = len(prompt) if isinstance(prompt, torch.Tensor) else 0
+        engine.slots.check_begin(_ticket(request), count + request.max_new_tokens)
     logits = {}
     for place, request in alive.items():
         try:
-            logits[place] = _advance(engine, [request], partial(_prefill_one, engine, request))[0]
+            logits[place] = _advance(engine, [request], partial(_prefill_one, engine, request, prompts[place]))[0]
         except LongGenError as error:
-            request.error = error
+            request.error = _bare(error)
     return [_result(request, logits.get(place)) for place, request in enumerate(requests)]
 
 
 def decode_step(engine: Engine, requests: Sequence[BatchedRequest]) -> list[StepResult]:
     """See Engine.batch_decode_step."""
     alive = _alive(engine, requests)
-    slots, tokens = [], []
+    tickets, tokens = [], []
     for request in alive.values():
-        if request.last_token is None:
+        if request.ticket is None or request.last_token is None:
             raise SlotError(f"decode of request {request.request_id!r} in slot {request.slot_id} before prefill")
-        slots.append(request.slot_id)
+        tickets.append(request.ticket)
         tokens.append(request.last_token)
+    engine.slots.check_step(tickets)
     logits: Mapping[int, torch.Tensor] = {}
     if alive:
-        rows = _advance(engine, list(alive.values()), partial(engine.decode_slots, slots, tokens))
+        rows = _advance(engine, list(alive.values()), partial(engine.decode_requests, tickets, tokens))
         logits = dict(zip(alive, rows, strict=True))
     return [_result(request, logits.get(place)) for place, request in enumerate(requests)]
 
@@ -127,32 +135,52 @@ def _alive(engine: Engine, requests: Sequence[BatchedRequest]) -> dict[int, Batc
     return alive
 
 
-def _prefill_one(engine: Engine, request: BatchedRequest) -> torch.Tensor:
+def _ticket(request: BatchedRequest) -> Ticket:
+    return Ticket(request.slot_id, request.request_id)
+
+
+def _prompt(engine: Engine, request: BatchedRequest) -> torch.Tensor | LongGenError:
+    """The prompt's token ids, int64 [n], or why it cannot be run."""
+    try:
+        return engine.token_ids(request.prompt_tokens)
+    except LongGenError as error:
+        return error
+
+
+def _prefill_one(engine: Engine, request: BatchedRequest, prompt: torch.Tensor | LongGenError) -> torch.Tensor:
     """Logits after the prompt, float32 [1, vocab]."""
-    logits = engine.prefill(
-        request.prompt_tokens, request.slot_id, new_tokens=request.max_new_tokens, request_id=request.request_id
-    )
-    request.sampler.observe(request.prompt_tokens)
+    if isinstance(prompt, LongGenError):
+        raise prompt
+    request.ticket = _ticket(request)
+    logits = engine.begin_request(request.ticket, prompt, request.max_new_tokens)
+    request.sampler.observe(prompt)
     return logits[None]
 
 
 def _advance(engine: Engine, requests: Sequence[BatchedRequest], run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Runs a pass over the requests' slots and chooses each one's next token; returns the logits, on the CPU.
+    """Runs a pass for the requests and chooses each one's next token; returns the logits, on the CPU.
 
-    Whatever goes wrong, none of them is left between the two: a request that did not get its token has ended.
+    Whatever goes wrong, none of them is left between the two: a request that did not get its token has ended, unless
+    nothing ran at all.
     """
     try:
         logits = run().cpu()
         for request, row in zip(requests, logits, strict=True):
             engine.observer.seen(request.slot_id)
-            request.seq_len = engine.store.length(request.slot_id)
+            length = engine.store.length(request.slot_id)
             _choose(engine, request, row)
+            request.seq_len = length
     except BaseException:
-        for request in requests:
-            if not request.finished:
-                _finish(engine, request, "error")
+        with suppress(Exception):
+            do_all(*(partial(_finish, engine, each, "error") for each in requests if not _untouched(engine, each)))
         raise
     return logits
+
+
+def _untouched(engine: Engine, request: BatchedRequest) -> bool:
+    """Whether a request is as it was after its last step."""
+    going_on = request.ticket is not None and engine.slots.holds(request.ticket)
+    return request.finished or (going_on and engine.store.length(request.slot_id) == request.seq_len)
 
 
 def _choose(engine: Engine, request: BatchedRequest, logits: torch.Tensor) -> None:
@@ -160,7 +188,7 @@ def _choose(engine: Engine, request: BatchedRequest, logits: torch.Tensor) -> No
     try:
         token = request.sampler.sample(logits)
     except LongGenError as error:
-        request.error = error
+        request.error = _bare(error)
         _finish(engine, request, "error")
         return
     request.last_token = token
@@ -174,8 +202,14 @@ def _choose(engine: Engine, request: BatchedRequest, logits: torch.Tensor) -> No
 
 def _finish(engine: Engine, request: BatchedRequest, reason: str) -> None:
     request.finished, request.finish_reason = True, reason
-    request.stats = engine.observer.request(request.slot_id)
-    engine.reset(request.slot_id)
+    if request.ticket is not None:
+        request.stats = engine.end_request(request.ticket)
+
+
+def _bare(error: LongGenError) -> LongGenError:
+    """The error without the frames it came through: these would keep the prompt and the engine alive."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _result(request: BatchedRequest, logits: torch.Tensor | None) -> StepResult:

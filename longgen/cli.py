@@ -17,10 +17,10 @@ import longgen
 from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.evaluation.haystack import Kind
+from longgen.interrupts import EXIT_INTERRUPTED, INTERRUPTED, raise_interrupts, was_interrupted
 from longgen.records import open_prompts
 from longgen.startup import import_libraries
 
-EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 GpuMemory = Annotated[
@@ -181,6 +181,7 @@ def run(
 
         from longgen import batch
 
+        raise_interrupts()
         raise typer.Exit(batch.run(model, requests, settings, sys.stdout.buffer, sys.stderr))
 
 
@@ -284,6 +285,7 @@ def bench(
         wanted, benchmarking.parse_resident(resident_blocks), repeats, steps, random_kv, plot
     )
     with _stopping():
+        raise_interrupts()
         line = shlex.join(["longgen", *sys.argv[1:]])
         raise typer.Exit(benchmarking.bench(model, shape, chosen, settings, line, sys.stdout, sys.stderr))
 
@@ -332,9 +334,9 @@ def needle(
     """Hide numbers in long texts, at several lengths and depths, and score the answers."""
     given = locals()
     with _stopping():
-        names = {setting.name for setting in fields(Settings)} & given.keys()
         from longgen.evaluation import needle_run
 
+        names = {setting.name for setting in fields(Settings)} & given.keys()
         flags = {name: given[name] for name in names}
         settings = load_settings(config, flags, {"max_new_tokens": needle_run.MAX_NEW_TOKENS})
         if model is None or lengths is None:
@@ -349,11 +351,17 @@ def _stopping() -> Iterator[None]:
     """Exit codes for a command that is told to stop: by Ctrl-C, or by the reader of its output going away."""
     try:
         yield
-    except KeyboardInterrupt:
-        print("longgen: interrupted", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        raise typer.Exit(EXIT_BROKEN_PIPE) from None
+    except BaseException as error:
+        # An interrupt may have become another exception on its way, or none.
+        if isinstance(error, KeyboardInterrupt) or was_interrupted():
+            raise_interrupts(False)
+            print(INTERRUPTED, end="", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(EXIT_BROKEN_PIPE) from None
+        raise
+    finally:
+        raise_interrupts(False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,6 +31,8 @@ _DECIMAL = re.compile(r"((?:0|[1-9][0-9]{0,17})\.[0-9]{1,18})([km])")
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _SHARD = re.compile(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
+# A surrogate without its other half, as bytes that are no UTF-8 become in arguments.
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _NULL = "tag:yaml.org,2002:null"
 _LENGTH_HELP = (
     "write a whole number of tokens above 0, such as 4096, 4k (4,000), 4K (4,096), 25.6k, 2m or 4M (4,194,304)"
@@ -240,6 +242,8 @@ def _stop_strings(texts: str | Sequence[str]) -> tuple[str, ...]:
     stops = (texts,) if isinstance(texts, str) else tuple(texts)
     if not all(stops):
         raise UsageError("a stop string must have at least one character")
+    if wrong := next(filter(HALF_CHARACTER.search, stops), None):
+        raise UsageError(f"{wrong!r} is no text, so nothing can match; give stop strings in UTF-8")
     return stops
 
 
@@ -310,6 +314,18 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 )
 
 
+# Flags that are no settings, with what to write.
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "raw": "did you mean chat? (raw: true is chat: false)",
+        "model": "the nearest is the flag --model; give it on the command line",
+        "prompt": "the nearest is the flag --prompt; give it on the command line",
+        "config": "the nearest is the flag --config; a file cannot name another",
+        "show_config": "the nearest is the flag --show-config; give it on the command line",
+    }
+)
+
+
 def _parse(name: str, text: str | Sequence[str] | None, source: str) -> Any:
     """One setting's value, from its text, its texts or a file's null, which is a value where the default is None.
 
@@ -317,8 +333,9 @@ def _parse(name: str, text: str | Sequence[str] | None, source: str) -> Any:
     """
     defaults = {field.name: field.default for field in fields(Settings)}
     if name not in defaults:
-        nearest = difflib.get_close_matches(name, defaults, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name.casefold(), defaults, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(defaults)}"
+        hint = _ELSEWHERE.get(name, hint)
         raise UsageError(f"{source}there is no setting {name!r}; {hint}")
     if text is None and defaults[name] is None:
         return None

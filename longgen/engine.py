@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,10 @@ from pathlib import Path
 import torch
 
 from longgen import batching
-from longgen.allocation import RequestId
+from longgen.allocation import RequestId, Ticket
 from longgen.attention.backends import default_kernels
 from longgen.batching import BatchedRequest, StepResult
+from longgen.ends import do_all, ended_on_failure
 from longgen.errors import SlotError, UsageError
 from longgen.generation import Generation
 from longgen.kv.layout import KVLayout
@@ -39,8 +39,10 @@ TokenIds = Sequence[int] | torch.Tensor  # of a tensor: integers, one dimension
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where a slot was: its length and recurrent states. Restoring it undoes everything after."""
+    """Where a request was: its length and recurrent states. Restoring it undoes everything after, as long as the
+    request is in its slot and was not cut below that length meanwhile."""
 
+    ticket: Ticket
     length: int
     state: StateSnapshot
 
@@ -195,23 +197,24 @@ class Engine:
         Returns:
             Logits after the last token, float32 [vocab].
         """
-        ids = self._ids(tokens)
-        if request_id is not None:
-            self.slots.check_owner(slot_id, request_id)
-        self.begin_request(slot_id, len(ids) + new_tokens)
-        return self._extend(ids, slot_id, on_chunk)
+        return self.begin_request(Ticket(slot_id, request_id), self.token_ids(tokens), new_tokens, on_chunk)
 
     def extend(
         self, tokens: TokenIds, slot_id: int = 0, *, on_chunk: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """Appends tokens to a slot, chunk by chunk; returns the logits after the last one, float32 [vocab]."""
-        return self._extend(self._ids(tokens), slot_id, on_chunk)
+        ids = self.token_ids(tokens)
+        with self._turns.turn():
+            ticket = self.slots.use(slot_id, len(ids))
+        with ended_on_failure(partial(self.end_request, ticket)):
+            return self._extend(ids, ticket, on_chunk)
 
     def fill_random(self, tokens: int, slot_id: int = 0, *, new_tokens: int = 0, seed: int = 0) -> None:
         """Makes a slot hold `tokens` tokens of random K, V and recurrent states, for decoding at a depth without a
         prefill; see KVStore.fill_random. In the figures it counts as one. new_tokens: as in `prefill`."""
-        self.begin_request(slot_id, tokens + new_tokens)
-        with self._emptied_on_failure([slot_id]), self._turns.turn():
+        ticket = Ticket(slot_id)
+        with self._turns.turn(), ended_on_failure(partial(self.slots.end, ticket)):
+            self.slots.begin(ticket, tokens + new_tokens)
             generator = torch.Generator(self.provider.device).manual_seed(seed)
             self.store.fill_random(slot_id, tokens, generator)
             self.provider.fill_random(slot_id, generator)
@@ -223,28 +226,30 @@ class Engine:
 
     def decode_slots(self, slot_ids: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
         """Appends one token to each of several slots in one pass; logits after each, float32 [slots, vocab]."""
-        ids = self._ids(tokens)[:, None]
-        self.slots.check_filled(slot_ids)
-        self.slots.check_room(slot_ids, 1)
-        if self._trace:
-            self._trace.step()
-        with self._emptied_on_failure(slot_ids):
-            return self._run(slot_ids, ids, Phase.DECODE)
+        if len(slot_ids) != len(tokens):
+            raise UsageError(f"{len(slot_ids)} slots and {len(tokens)} tokens: a step appends one token to each slot")
+        with self._turns.turn():
+            tickets = self.slots.step_tickets(slot_ids)
+        return self.decode_requests(tickets, tokens)
 
     def snapshot(self, slot_id: int = 0) -> Snapshot:
         """Marks where a slot is, for `restore`."""
         with self._turns.turn():
-            return Snapshot(self.store.length(slot_id), self.provider.snapshot(slot_id))
+            ticket = self.slots.use(slot_id)
+            return Snapshot(ticket, self.store.length(slot_id), self.provider.snapshot(slot_id))
 
     def restore(self, snapshot: Snapshot, slot_id: int = 0) -> None:
-        """Cuts a slot back to where it was at `snapshot`."""
-        with self._turns.turn():
+        """Cuts a slot back to where it was at `snapshot`. Raises SlotError if that was of another request."""
+        with self._turns.turn(), self.slots.naming(slot_id):
+            if slot_id != snapshot.ticket.slot_id:
+                raise SlotError(f"a snapshot of slot {snapshot.ticket.slot_id} cannot be restored in slot {slot_id}")
+            self.slots.check(snapshot.ticket)
             self.store.truncate(slot_id, snapshot.length)
             self.provider.restore(slot_id, snapshot.state)
 
     def truncate(self, length: int, slot_id: int = 0) -> None:
         """Cuts a slot to its first `length` tokens. Models with recurrent layers need `restore`."""
-        with self._turns.turn():
+        with self._turns.turn(), self.slots.naming(slot_id):
             if self.provider.is_recurrent and length not in (0, self.store.length(slot_id)):
                 raise SlotError(
                     f"{self.slots.named(slot_id)} cannot be cut to {length} tokens: this model has recurrent layers, "
@@ -313,87 +318,104 @@ class Engine:
             self.slots.empty(slot_id)
 
     def close(self) -> None:
-        """Ends the threads that make host memory; an engine that is dropped ends them by itself, a moment later."""
-        self.store.close()
+        """Ends every request, and the threads that make host memory.
+
+        An engine that is dropped ends these by itself, a moment later.
+        """
+        with self._turns.turn():
+            do_all(self.slots.empty_all, self.store.close)
 
     def reset_all(self) -> None:
         """Ends every request, takes every slot from its owner, and clears the run's figures."""
         with self._turns.turn():
             self.slots.clear()
 
-    def begin_request(self, slot_id: int, tokens: int) -> int:
-        """See SlotManager.begin."""
-        with self._turns.turn():
-            return self.slots.begin(slot_id, tokens)
+    # For whoever keeps a request's ticket: it reaches that request and no other
 
-    def check_request(self, slot_id: int, ticket: int) -> None:
-        """Raises SlotError unless the request with this ticket is still in the slot."""
-        if not self.slots.holds(slot_id, ticket):
-            raise SlotError(f"this request is over: slot {slot_id} was reset, or another request was begun in it")
+    def begin_request(
+        self, ticket: Ticket, ids: torch.Tensor, new_tokens: int, on_chunk: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """`prefill` of ids [n] for the request that this new ticket is of; a failure ends it."""
+        with ended_on_failure(partial(self.end_request, ticket)):
+            with self._turns.turn():
+                self.slots.begin(ticket, len(ids) + new_tokens)
+            return self._extend(ids, ticket, on_chunk)
 
-    def end_request(self, slot_id: int, ticket: int) -> RequestStats | None:
+    def decode_requests(self, tickets: Sequence[Ticket], tokens: Sequence[int]) -> torch.Tensor:
+        """`decode_slots` for requests that must still be in their slots; a failure in the pass ends them."""
+        if self._trace:
+            self._trace.step()
+        return self._run(tickets, self.token_ids(tokens)[:, None], Phase.DECODE)
+
+    def end_request(self, ticket: Ticket) -> RequestStats | None:
         """Ends the request with this ticket, unless it has ended; returns its figures. Never waits for another call."""
-        stats = self.observer.request(slot_id) if self.slots.holds(slot_id, ticket) else None
-        self._turns.later(partial(self.slots.end, slot_id, ticket))
+        stats = self.observer.request(ticket.slot_id) if self.slots.holds(ticket) else None
+        self._turns.later(partial(self.slots.end, ticket))
         return stats
 
-    def _ids(self, tokens: TokenIds) -> torch.Tensor:
-        """Token ids as int64 [n]. Raises UsageError if there are none or the model does not know one."""
-        ids = torch.as_tensor(tokens, dtype=torch.int64).cpu()
-        if not len(ids):
+    def token_ids(self, tokens: TokenIds) -> torch.Tensor:
+        """Token ids as int64 [n].
+
+        Raises UsageError if there are none, if they are no list of whole numbers, or if the model does not know one.
+        """
+        try:
+            ids = torch.as_tensor(tokens)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise UsageError(f"token ids must be a list of whole numbers: {error}") from None
+        if not ids.numel():
             raise UsageError("there are no tokens to run: an empty prompt has no answer")
+        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise UsageError(
+                f"token ids must be a list of whole numbers, not {str(ids.dtype).removeprefix('torch.')} of shape "
+                f"{list(ids.shape)}"
+            )
+        ids = ids.to("cpu", torch.int64)
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= self.provider.vocab_size:
             wrong = low if low < 0 else high
             raise UsageError(f"token id {wrong} is not in the model's vocabulary of {self.provider.vocab_size:,}")
         return ids
 
-    def _extend(self, ids: torch.Tensor, slot_id: int, on_chunk: Callable[[int], None] | None) -> torch.Tensor:
+    def _extend(self, ids: torch.Tensor, ticket: Ticket, on_chunk: Callable[[int], None] | None) -> torch.Tensor:
         transfer = self.store.transfer
         running: Event = None
-        self.slots.check_room([slot_id], len(ids))
-        with self._emptied_on_failure([slot_id]):
-            for start in range(0, len(ids), self.chunk_tokens):
-                if self._trace:
-                    self._trace.chunk(-(-(len(ids) - start) // self.chunk_tokens))
-                logits = self._run([slot_id], ids[None, start : start + self.chunk_tokens], Phase.PREFILL)
-                # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
-                transfer.settle(running)
-                running = transfer.record(Queue.COMPUTE)
-                if on_chunk and start:
-                    on_chunk(start)
+        for start in range(0, len(ids), self.chunk_tokens):
+            if self._trace:
+                self._trace.chunk(-(-(len(ids) - start) // self.chunk_tokens))
+            logits = self._run([ticket], ids[None, start : start + self.chunk_tokens], Phase.PREFILL)
+            # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
             transfer.settle(running)
-            self.observer.seen(slot_id)
-            if on_chunk:
-                on_chunk(len(ids))
+            running = transfer.record(Queue.COMPUTE)
+            if on_chunk and start:
+                on_chunk(start)
+        transfer.settle(running)
+        self.slots.seen(ticket)
+        if on_chunk:
+            on_chunk(len(ids))
         return logits[0]
 
-    def _run(self, slot_ids: Sequence[int], ids: torch.Tensor, phase: Phase) -> torch.Tensor:
-        """One pass of ids [B, n] over the slots; returns the logits of each one's last token, float32 [B, vocab]."""
-        count = ids.shape[1]
-        with self._turns.turn():
-            for slot_id in slot_ids:
-                self.slots.use(slot_id)
-            doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
-            requests = [(slot_id, count) for slot_id in slot_ids]
-            with (
-                self._label(f"{phase.value}: {doing}"),
-                shortage_reported(doing, self.provider.device),
-                self.store.begin(requests, phase) as pass_,
-            ):
-                upload = self.store.transfer.upload
-                positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
-                logits = self.provider.forward(pass_, upload(ids), upload(positions))
-                pass_.commit()
-            self.observer.passed(slot_ids, phase, count)
-        return logits[:, -1]
+    def _run(self, tickets: Sequence[Ticket], ids: torch.Tensor, phase: Phase) -> torch.Tensor:
+        """One pass of ids [B, n] for the requests; returns the logits of each one's last token, float32 [B, vocab].
 
-    @contextmanager
-    def _emptied_on_failure(self, slot_ids: Sequence[int]) -> Iterator[None]:
-        """Empties the slots if what runs in them fails or is interrupted."""
-        try:
-            yield
-        except BaseException:
-            for slot_id in slot_ids:
-                self.reset(slot_id)
-            raise
+        A SlotError before the pass changes nothing; what fails in the pass ends its requests.
+        """
+        slot_ids, count = [ticket.slot_id for ticket in tickets], ids.shape[1]
+        with self._turns.turn():
+            if phase is Phase.DECODE:
+                self.slots.check_step(tickets)
+            else:
+                self.slots.check(tickets[0])
+            with ended_on_failure(partial(self.slots.end, *tickets)):
+                doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
+                requests = [(slot_id, count) for slot_id in slot_ids]
+                with (
+                    self._label(f"{phase.value}: {doing}"),
+                    shortage_reported(doing, self.provider.device),
+                    self.store.begin(requests, phase) as pass_,
+                ):
+                    upload = self.store.transfer.upload
+                    positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
+                    logits = self.provider.forward(pass_, upload(ids), upload(positions))
+                    pass_.commit()
+                self.observer.passed(slot_ids, phase, count)
+        return logits[:, -1]

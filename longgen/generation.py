@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+from longgen.allocation import Ticket
+from longgen.errors import UsageError
 from longgen.metrics import RequestStats
 from longgen.sampling import Sampler
 
@@ -33,25 +35,33 @@ class Generation:
         self._engine, self._prompt, self._slot_id = engine, prompt, slot_id
         self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
         self._sampler, self._on_prefill = sampler, on_prefill
+        self._begun = False
         self.finish_reason: str | None = None  # "stop" (a stop id came) or "length", once the iteration is over
         self.stats: RequestStats | None = None  # once the iteration is over, unless the slot was taken from it
 
     def __iter__(self) -> Generator[int, None, None]:
-        engine, slot_id = self._engine, self._slot_id
-        ticket = engine.begin_request(slot_id, len(self._prompt) + self._max_new_tokens)
+        """The tokens. Raises UsageError the second time: the sampler, random numbers and all, is used up."""
+        if self._begun:
+            raise UsageError("a generation is iterated once: Engine.generate, with a new sampler, gives another")
+        self._begun = True
+        return self._tokens()
+
+    def _tokens(self) -> Generator[int, None, None]:
+        engine, ticket = self._engine, Ticket(self._slot_id)
+        prompt = engine.token_ids(self._prompt)
         try:
-            logits = engine.extend(self._prompt, slot_id, on_chunk=self._on_prefill)
-            self._sampler.observe(self._prompt)
+            logits = engine.begin_request(ticket, prompt, self._max_new_tokens, self._on_prefill)
+            self._sampler.observe(prompt)
             for produced in range(self._max_new_tokens):
                 token = self._sampler.sample(logits.cpu())
-                engine.observer.seen(slot_id)
+                engine.slots.seen(ticket)
                 if token in self._stop_ids:
                     self.finish_reason = "stop"
                     return
                 yield token
-                engine.check_request(slot_id, ticket)
+                engine.slots.check(ticket)
                 if produced + 1 < self._max_new_tokens:
-                    logits = engine.decode_step(token, slot_id)
+                    logits = engine.decode_requests([ticket], [token])[0]
             self.finish_reason = "length"
         finally:
-            self.stats = engine.end_request(slot_id, ticket)
+            self.stats = engine.end_request(ticket)

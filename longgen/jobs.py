@@ -126,13 +126,16 @@ class JobMaker:
 
     def _cut(self, prompt: EncodedPrompt, request: Request, new: int) -> tuple[torch.Tensor, Cut | None]:
         assert self._settings.truncate is not None
+        limit = f"--max-len, {self._cap:,}" if self._settings.max_len else f"the trained window, {self._cap:,}"
+        room = f"{limit}, less --max-new-tokens, {new:,}"
+        if new >= self._cap:
+            raise UsageError(
+                f"{self._name(request)} cannot be cut to {room}, which leaves no room for it; give fewer new tokens"
+            )
         try:
             return truncate(prompt, self._cap - new, self._settings.truncate, self._tokenizer.begins_inside)
         except UsageError as error:
-            raise UsageError(
-                f"{self._name(request)} cannot be cut to --max-len, {self._cap:,}, less --max-new-tokens, "
-                f"{new:,}: {error}"
-            ) from None
+            raise UsageError(f"{self._name(request)} cannot be cut to {room}: {error}") from None
 
 
 def check_length(name: str, count: int, cap: int, *, trained: bool) -> None:

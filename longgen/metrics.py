@@ -22,7 +22,7 @@ class RequestStats:
         time_per_output_token: of the tokens after the first, on average.
         prefill, decode: what was moved in passes of each kind.
         blocks: where its blocks lie.
-        host_bytes: of its complete blocks in host memory.
+        host_bytes: of host memory held for it, room for tokens to come included.
     """
 
     prompt_tokens: int
@@ -43,6 +43,7 @@ class RunStats:
         requests: how many.
         prompt_tokens, decode_steps, prefill, decode: summed.
         time_to_first_token, time_per_output_token: on average, seconds.
+        blocks: where their blocks lay at their ends, summed.
         host_bytes: of host memory held for KV now, by slots and by the pool of returned blocks.
     """
 
@@ -53,6 +54,7 @@ class RunStats:
     time_per_output_token: float | None
     prefill: Counters
     decode: Counters
+    blocks: TierBlocks
     host_bytes: int
 
 
@@ -80,6 +82,7 @@ class _Totals:
     decode_seconds: float = 0.0
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)
+    blocks: TierBlocks = field(default_factory=TierBlocks)
 
 
 class Observer:
@@ -127,6 +130,7 @@ class Observer:
         totals.decode_steps += record.decode_steps
         totals.prefill.add(record.prefill)
         totals.decode.add(record.decode)
+        totals.blocks += self._store.blocks(slot_id)
         if record.first is not None and record.last is not None:
             totals.timed += 1
             totals.prefill_seconds += record.first - record.started
@@ -143,7 +147,6 @@ class Observer:
         if record is None:
             return None
         first, last, steps = record.first, record.last, record.decode_steps
-        blocks = self._store.blocks(slot_id)
         return RequestStats(
             prompt_tokens=record.prompt_tokens,
             decode_steps=steps,
@@ -151,8 +154,8 @@ class Observer:
             time_per_output_token=None if first is None or last is None or not steps else (last - first) / steps,
             prefill=record.prefill.copy(),
             decode=record.decode.copy(),
-            blocks=blocks,
-            host_bytes=blocks.host * self._store.layout.block_bytes,
+            blocks=self._store.blocks(slot_id),
+            host_bytes=self._store.slot_host_bytes(slot_id),
         )
 
     def phases(self) -> dict[str, float]:
@@ -170,5 +173,6 @@ class Observer:
             time_per_output_token=totals.decode_seconds / totals.decode_steps if totals.decode_steps else None,
             prefill=totals.prefill.copy(),
             decode=totals.decode.copy(),
+            blocks=totals.blocks,
             host_bytes=self._store.host_bytes,
         )

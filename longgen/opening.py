@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, takewhile
 from typing import Protocol
@@ -102,16 +103,23 @@ def meter_of(device: torch.device, plan: MemoryPlan) -> MemoryMeter | None:
 
 
 def plan_again(
-    planner: Planner, plan: MemoryPlan, provider: Provider, options: EngineOptions, meter: MemoryMeter | None
+    planner: Planner,
+    plan: MemoryPlan,
+    provider: Provider,
+    options: EngineOptions,
+    meter: MemoryMeter | None,
+    supply: HostSupply | None = None,
 ) -> MemoryPlan:
     """The plan with the device memory that a chunk is seen to take; without a meter, or where that could change
     nothing, the plan as it is.
+
+    supply: which may be at work, and rests while something is timed.
 
     Raises CapacityError if not even a plan without resident blocks fits.
     """
     if meter is None or plan.roomy:
         return plan
-    return planner.again(plan, measure_use(provider, options_of(plan, options), meter))
+    return planner.again(plan, measure_use(provider, options_of(plan, options), meter, supply))
 
 
 def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
@@ -128,9 +136,15 @@ def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
     return statistics.median(seconds)
 
 
-def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) -> MeasuredUse:
+def measure_use(
+    provider: Provider, options: EngineOptions, meter: MemoryMeter, others: HostSupply | None = None
+) -> MeasuredUse:
     """Runs a few blocks, a chunk after them and a token in an engine with the smallest ring and nothing resident, then
-    some tokens in an open block for the time of one."""
+    some tokens in an open block for the time of one.
+
+    others: of another engine; it rests while the time is taken, since a registration and the start of a kernel wait for
+    the same locks of the driver.
+    """
     meter.settle()
     supply = HostSupply(open_transfer(provider.device, warns=False))
     with shortage_reported("measuring a chunk", provider.device):
@@ -139,13 +153,12 @@ def measure_use(provider: Provider, options: EngineOptions, meter: MemoryMeter) 
         past = MEASURED_BLOCKS * options.block_size
         before, count = meter.allocated(), past + options.chunk_tokens()
         ids = torch.randint(provider.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
-        engine.store.announce(0, count + 1)
-        engine.extend(ids[:past])
+        engine.prefill(ids[:past], new_tokens=options.chunk_tokens() + 1)
         engine.extend(ids[past:])
         engine.decode_step(int(ids[0]))
         peak, reserved = meter.peak(), meter.reserved()
-        step = _step_seconds(engine, ids[: max(2, options.block_size - STEPS)])
-        engine.reset()
+        with others.quiet() if others else nullcontext():
+            step = _step_seconds(engine, ids[: max(2, options.block_size - STEPS)])
     engine.close()
     use = MeasuredUse(meter.outside(), max(0, reserved - peak), peak - before, step)
     del engine, supply

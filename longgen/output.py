@@ -31,6 +31,10 @@ class Output(Protocol):
     def finish(self) -> None:
         """All records have their lines."""
 
+    @property
+    def going_on(self) -> str:
+        """How a run that was interrupted is gone on with, as the end of a sentence; empty: it cannot be."""
+
 
 @contextmanager
 def open_output(settings: Settings, out: BinaryIO, ids: Sequence[str], err: TextIO) -> Iterator[Output]:
@@ -61,6 +65,8 @@ def _special(path: str) -> BinaryIO | None:
 
 class StreamOutput:
     """A stream that lines are written to in the order of the records, each in one piece."""
+
+    going_on = ""
 
     def __init__(self, out: BinaryIO, name: str) -> None:
         out.flush()

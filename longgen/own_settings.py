@@ -9,28 +9,34 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from longgen.config import Settings
+from longgen.config import HALF_CHARACTER, Settings
 from longgen.errors import UsageError
 
 _LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given holds
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 NAMES = (*_LENGTHS, *_NUMBERS, "top_k", "seed", "stop", "chat_template_kwargs")
 
-# What an OpenAI request may ask for and does not get here, with the JSON of a value that asks for nothing.
+# What an OpenAI request may ask for and does not get here, with the JSON of the values that ask for nothing.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "n": "1",
-        "best_of": "1",
-        "presence_penalty": "0",
-        "frequency_penalty": "0",
-        "logit_bias": "{}",
-        "logprobs": "false",
-        "top_logprobs": "0",
-        "tools": "[]",
-        "functions": "[]",
-        "response_format": '{"type": "text"}',
-        "stream": "false",
+        "n": "[1]",
+        "best_of": "[1]",
+        "presence_penalty": "[0]",
+        "frequency_penalty": "[0]",
+        "logit_bias": "[{}]",
+        "logprobs": "[false]",
+        "top_logprobs": "[0]",
+        "tools": "[[]]",
+        "tool_choice": '["none", "auto"]',
+        "functions": "[[]]",
+        "response_format": '[{"type": "text"}]',
+        "stream": "[false]",
     }
+)
+# What one may say that changes no answer here.
+HARMLESS = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("parallel_tool_calls", "stream_options"),
 )
 
 
@@ -41,8 +47,9 @@ def with_own(settings: Settings, own: Mapping[str, Any]) -> Settings:
     """
     given = {name: value for name, value in own.items() if value is not None}
     for name, value in given.items():
-        if name in REFUSED and value != json.loads(REFUSED[name]):
-            raise UsageError(f"{name} is {_shown(value)}, which is not supported; leave it out")
+        if name not in NAMES and value not in json.loads(REFUSED.get(name, "[]")):
+            remedy = "give what it holds in body itself" if name == "extra_body" else "leave it out"
+            raise UsageError(f"{name} is {_shown(value)}, which is not supported; {remedy}")
     values: dict[str, Any] = {}
     for name in reversed(_LENGTHS):
         if name in given:
@@ -84,7 +91,9 @@ def _number(name: str, value: Any) -> float:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops):
-        return tuple(stops)
+        if not any(map(HALF_CHARACTER.search, stops)):
+            return tuple(stops)
+        raise UsageError(f"stop is {_shown(value)}, which has half a character: nothing can match it")
     raise UsageError(f"stop is {_shown(value)}; it must be a string or a list of strings, none of them empty")
 
 

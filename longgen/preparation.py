@@ -19,6 +19,7 @@ from longgen.tracing import trace_path, traced
 if TYPE_CHECKING:
     from longgen.engine import Engine, EngineOptions
     from longgen.kv.plan import MemoryPlan, Planner
+    from longgen.kv.supply import HostSupply
     from longgen.model.checkpoint import CheckedFolder
     from longgen.model.provider import Provider
     from longgen.model.tokenizer import TextTokenizer
@@ -90,12 +91,12 @@ def chosen_stretch(config: Any, settings: Settings, sizes: Sequence[tuple[int, i
     sizes: tokens of each job's prompt, and the most that it may generate.
     """
     from longgen.model.rope import trained_window
-    from longgen.model.window import choose_stretch
+    from longgen.model.window import choose_stretch, window_note
 
     beyond = settings.max_len is not None and settings.max_len > trained_window(config)
     stretch = choose_stretch(config, settings.rope, *max(sizes, key=sum), beyond=beyond)
-    if stretch.notice:
-        print(f"longgen: {stretch.notice}", file=err)
+    for line in filter(None, (window_note(config), stretch.notice)):
+        print(f"longgen: {line}", file=err)
     return stretch
 
 
@@ -167,7 +168,7 @@ def opened(
         traced(checkpoint.trace, device, err, chunks=settings.trace_chunks) as trace,
         closing(begin_host_memory(plan, first, device)) as supply,
     ):
-        resize = partial(refit, planner, plan, settings, err)
+        resize = partial(refit, planner, plan, settings, supply, err)
         engine = Engine.load(checkpoint.checked, chosen, supply=supply, resize=resize, trace=trace)
         phases.end("load")
         if note := slow_recurrence_note(checkpoint.config, engine.provider.device):
@@ -176,16 +177,24 @@ def opened(
 
 
 def refit(
-    planner: Planner, plan: MemoryPlan, settings: Settings, err: TextIO, provider: Provider, options: EngineOptions
+    planner: Planner,
+    plan: MemoryPlan,
+    settings: Settings,
+    supply: HostSupply,
+    err: TextIO,
+    provider: Provider,
+    options: EngineOptions,
 ) -> EngineOptions:
     """Plans again once the weights are loaded and a chunk is measured; says on `err` what that changes.
+
+    supply: of the engine, at work already.
 
     Raises CapacityError if it does not fit after all.
     """
     from longgen.opening import meter_of, options_of, plan_again
     from longgen.planning import correction, hold_to
 
-    final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan))
+    final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan), supply)
     if line := correction(plan, final):
         print(f"longgen: {line}", file=err)
     hold_to(final, settings.gpu_memory, provider.device)

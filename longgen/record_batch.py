@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.answering import Answer, answer, say_answer, say_failure, say_phases, say_run_stats
 from longgen.config import Settings, parse_shard
 from longgen.errors import CapacityError, LongGenError, UsageError
+from longgen.interrupts import check_interrupted
 from longgen.jobs import Job
 from longgen.output import Output, open_output
 from longgen.phases import Phases
@@ -16,6 +17,7 @@ from longgen.preparation import Checkpoint, chosen_stretch, make_planner, opened
 from longgen.progress import TokenizingProgress
 from longgen.requests import Request
 from longgen.results import Result, Written, result_line
+from longgen.truncation import Cut
 
 if TYPE_CHECKING:
     from longgen.engine import Engine
@@ -51,6 +53,7 @@ class Failed:
     request: Request
     error: str
     prompt_tokens: int | None = None
+    cut: Cut | None = None
 
 
 def run_records(
@@ -67,6 +70,7 @@ def run_records(
     shard, shards = parse_shard(settings.shard) if settings.shard else (1, 1)
     mine = {head.id: head for head in heads[shard - 1 :: shards]}
     with open_output(settings, out, list(mine), err) as output:
+        _check_prompts(output, list(mine.values()), settings.output, err)
         checkpoint = read_checkpoint(model, settings, phases)
         checkpoint.say_template(err)
         batch = _Batch(checkpoint, settings, mine, output, phases, err, judge)
@@ -74,7 +78,7 @@ def run_records(
             code = batch.run(requests)
         except KeyboardInterrupt:
             if settings.output is not None:
-                print(f"longgen: {batch.state}; the same command goes on from there", file=err)
+                print(f"longgen: {batch.state}{output.going_on}", file=err)
             raise
         output.finish()
     return code
@@ -88,12 +92,30 @@ def read_heads(requests: Iterable[Request]) -> list[Head]:
         if first is not None:
             raise UsageError(
                 f"two records have the id {request.id[:80]!r}: {first.source} and {request.source}; give each an "
-                "id of its own (a record without one has the number of its line)"
+                'id of its own, as "id" (one without has the number of its line), or run the files one by one'
             )
         heads[request.id] = Head(request.id, request.source, request.prompt_hash(), request.chars)
     if not heads:
         raise UsageError("the prompts hold no record")
     return list(heads.values())
+
+
+def _check_prompts(output: Output, heads: Sequence[Head], name: str | None, err: TextIO) -> None:
+    """Says of how many answers that are there the prompts have changed.
+
+    Raises UsageError if all have: they are answers to another batch with the same ids, such as the numbers of lines.
+    """
+    found = [(head, line) for head in heads if (line := output.written(head.id)) is not None and not line.failed]
+    changed = [head for head, line in found if line.prompt_hash != head.prompt_hash]
+    if not changed:
+        return
+    if len(changed) == len(found):
+        raise UsageError(
+            f"the output {name} holds answers to other prompts: of its records with the ids of this batch, all "
+            f"{len(found):,} have another prompt, such as {changed[0].source}; give another --output, or --overwrite "
+            "to replace the file"
+        )
+    print(f"longgen: note: the prompts of {len(changed):,} records changed; their results are replaced", file=err)
 
 
 class _Batch:
@@ -222,7 +244,7 @@ class _Batch:
         fitting = [size for size in self._sizes.values() if sum(size) <= most]
         for item in list(self._ready.values()):
             if isinstance(item, Job) and sum(size := self._sizes[item.request.id]) > most:
-                self._ready[item.request.id] = Failed(item.request, str(_refusal(planner, size)), size[0])
+                self._ready[item.request.id] = Failed(item.request, str(_refusal(planner, size)), size[0], item.cut)
         order = self._output.in_turn(list(self._ready))
         first = next((id_ for id_ in order if isinstance(self._ready[id_], Job)), None)
         if first is None:
@@ -253,13 +275,14 @@ class _Batch:
             else:
                 assert engine is not None
                 result = self._tried(engine, item)
+            check_interrupted()  # which may be what made it fail
             self._output.write(record_id, result_line(result, self._settings.output_format or "jsonl"))
 
     def _tried(self, engine: Engine, job: Job) -> Result:
         try:
             result = self._answer(engine, job)
         except LongGenError as error:
-            return self._failure(Failed(job.request, str(error), len(job.prompt)))
+            return self._failure(Failed(job.request, str(error), len(job.prompt), job.cut))
         self._good += 1
         return result
 
@@ -276,8 +299,10 @@ class _Batch:
             finish_reason=got.finish_reason,
             prompt_tokens=len(job.prompt),
             generated_tokens=got.generated,
+            cut=job.cut,
             settings=self._described(job.request),
             timings=_timings(len(job.prompt), got),
+            stats=asdict(got.stats) if self._options.stats and got.stats else None,
             judgement=self._judge(job.request, pred),
         )
 
@@ -293,6 +318,7 @@ class _Batch:
             self._heads[item.request.id].prompt_hash,
             error=item.error,
             prompt_tokens=item.prompt_tokens,
+            cut=item.cut,
             settings=settings,
         )
 

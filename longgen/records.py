@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import codecs
 import json
-import re
+import math
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from string import whitespace
 from typing import Any, BinaryIO, NoReturn
 
-from longgen.config import Settings
+from longgen.config import HALF_CHARACTER, Settings
 from longgen.errors import UsageError
 from longgen.output import check_apart
-from longgen.own_settings import NAMES, REFUSED
-from longgen.requests import Request, check_standard_input, reading, shown_name, text_request
+from longgen.own_settings import HARMLESS, NAMES, REFUSED
+from longgen.requests import Request, check_standard_input, reading, shown_name, sign_of, text_request
 
 ID_NAMES = ("id", "custom_id", "_id", "index")
 QUESTION_NAMES = ("input", "question", "query", "instruction")
 ROLES = ("system", "user", "assistant")
 SMALL_FIELD = 16_384  # characters of JSON: fields up to this size are passed through
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def open_prompts(
@@ -108,26 +109,69 @@ def _copied(source: str, stdin: BinaryIO | None) -> BinaryIO:
 
 
 def read_records(lines: Iterable[bytes], name: str, errors: str = "strict") -> Iterator[Request]:
-    """The request of every line that is not blank. lines: as a file gives them, which end at a line feed only.
+    """The request of every line that is not blank. lines: a file, or its bytes cut after each that is a line feed.
 
     name: of the file, for messages. errors: as in RequestFiles.
     Raises UsageError that names file and line for what is no JSON object, has no prompt or no id that can be used.
     """
-    for number, line in enumerate(lines, 1):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if line.strip():
-            yield _request(_parse(line, f"{name} line {number}", errors), f"{name} line {number}", number)
+    for number, text in enumerate(_decoded(lines, name, errors), 1):
+        if text.strip(whitespace):
+            where = f"{name} line {number}"
+            record = _parse(text, where)
+            if errors == "replace" and "\\ud" in text.casefold():
+                record = _mended(record)
+            yield _request(record, where, number)
 
 
-def _parse(line: bytes, where: str, errors: str) -> dict[str, Any]:
+def _decoded(lines: Iterable[bytes], name: str, errors: str) -> Iterator[str]:
+    """The text of each line; a file is UTF-8, with or without its sign, or UTF-16 with its own."""
+    pieces = iter(lines)
+    first = next(pieces, b"")
+    if first.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        raise UsageError(f"{name} is UTF-32; write it as UTF-8 or UTF-16")
+    sign, encoding, called = sign_of(first)
+    offset = len(sign)
+    pieces = chain((first[offset:],), pieces)
+    for number, line in enumerate(pieces if encoding == "utf-8" else _utf16_lines(pieces, encoding), 1):
+        try:
+            text = str(line, encoding, errors)
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"{name} line {number} is not {called}: byte 0x{line[error.start]:02x} at offset "
+                f"{offset + error.start:,}, {error.start:,} of the line; correct it, or give --encoding-errors replace"
+            ) from None
+        offset += len(line)
+        line = b""  # a long one had better not be kept twice
+        yield text
+
+
+def _utf16_lines(pieces: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    """The lines of UTF-16 text that was cut after every byte 0x0a, which most often is no line feed, or half of one."""
+    line = bytearray()
+    for piece in pieces:
+        if encoding == "utf-16-le" and len(line) % 2 and line[-1:] == b"\n" and piece[:1] == b"\0":
+            yield bytes(line) + b"\0"
+            line, piece = bytearray(), piece[1:]
+        line += piece
+        if encoding == "utf-16-be" and len(line) % 2 == 0 and line[-2:] == b"\0\n":
+            yield bytes(line)
+            line = bytearray()
+    if line:
+        yield bytes(line)
+
+
+def _mended(value: Any) -> Any:
+    """JSON with U+FFFD in place of half characters, which only escapes can spell."""
+    if isinstance(value, dict):
+        return {_mended(name): _mended(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_mended(item) for item in value]
+    return HALF_CHARACTER.sub("\ufffd", value) if isinstance(value, str) else value
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(str(line, "utf-8", errors), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,} of the line; correct it, "
-            "or give --encoding-errors replace"
-        ) from None
+        record = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not JSON: {error.msg} at character {error.pos + 1:,} of the line") from None
     except RecursionError:
@@ -143,6 +187,13 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # which has no JSON, so it could not be passed through
+        raise ValueError(f"{text[:80]} is larger than a number can be")
+    return value
+
+
 def _kind(value: Any) -> str:
     """What JSON calls a value."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
@@ -154,7 +205,9 @@ def _request(record: dict[str, Any], where: str, number: int) -> Request:
     body = given if isinstance(given, dict) else {}
     name, prompt = _prompt(record, body, where)
     own = {key: source[key] for source in (record, body) for key in NAMES if key in source}
-    own |= {key: body[key] for key in REFUSED if key in body}
+    asked = prompt is body.get("messages")  # an OpenAI request, and no field that happens to be called body
+    known = {"messages", *NAMES, *HARMLESS}
+    own |= {key: value for key, value in body.items() if key in REFUSED or (asked and key not in known)}
     request = Request(
         id=_id(record, where, number),
         source=where,
@@ -175,8 +228,11 @@ def _request(record: dict[str, Any], where: str, number: int) -> Request:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{name} is {_kind(value)}; it must be a string")
-    if _SURROGATE.search(value):
-        raise UsageError(f"{name} has half a character: a surrogate without its other half")
+    if HALF_CHARACTER.search(value):
+        raise UsageError(
+            f"{name} has half a character: a surrogate without its other half; correct it, or give "
+            "--encoding-errors replace"
+        )
     return value
 
 
@@ -207,6 +263,8 @@ def _messages(messages: Any) -> tuple[tuple[str, str], ...]:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         found.append((role, "".join(_part(part, f"the content of message {number}") for part in parts)))
+    if not any(text for _, text in found):
+        raise UsageError("the messages are empty; one of them must hold at least one character")
     return tuple(found)
 
 
@@ -223,7 +281,7 @@ def _id(record: Mapping[str, Any], where: str, number: int) -> str:
         if value is None:
             continue
         plain = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-        if not plain or _SURROGATE.search(str(value)):
+        if not plain or HALF_CHARACTER.search(str(value)):
             raise UsageError(f"{where}: {name} is {repr(value)[:80]}; it must be a string or a whole number")
         return str(value)
     return str(number)

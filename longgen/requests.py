@@ -110,7 +110,7 @@ def decode(data: bytes, shown: str, errors: str = "strict") -> str:
     Raises UsageError that names `shown` and the offset of the first bytes that are no text, unless `errors` is
     "replace"; and for UTF-32.
     """
-    sign, encoding, name = next((known for known in _SIGNS if data.startswith(known[0])), (b"", "utf-8", "UTF-8"))
+    sign, encoding, name = sign_of(data)
     if data.startswith(codecs.BOM_UTF32_LE) and _is_utf32(data):  # whose sign begins like that of UTF-16
         raise UsageError(f"the prompt {shown} is UTF-32; write it as UTF-8 or UTF-16")
     try:
@@ -123,7 +123,14 @@ def decode(data: bytes, shown: str, errors: str = "strict") -> str:
         ) from None
 
 
+def sign_of(data: bytes) -> tuple[bytes, str, str]:
+    """The sign that a file's bytes begin with (empty: none), Python's name of the encoding and the usual one."""
+    return next((known for known in _SIGNS if data.startswith(known[0])), (b"", "utf-8", "UTF-8"))
+
+
 def _is_utf32(data: bytes) -> bool:
+    if len(data) == len(codecs.BOM_UTF32_LE):  # a NUL in UTF-16
+        return False
     try:
         data.decode("utf-32")
     except UnicodeDecodeError:

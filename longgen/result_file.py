@@ -52,25 +52,25 @@ class ResultFile:
         self._path = os.path.realpath(self._name)
         self._order = {record_id: index for index, record_id in enumerate(ids)}
         self._err = err
-        self._main = _open_locked(self._path, self._name, err)
+        self._main, self._made = _open_locked(self._path, self._name, err)
         self._again: int | None = None
         self._lines: dict[str, _Line] = {}
         self._whole: dict[int, int] = {}  # bytes of whole lines in each of the two files
-        self._overwrite = settings.overwrite
+        self._overwrite, self._resume = settings.overwrite, settings.resume
         self._ready = False
         try:
-            self._open(settings.resume)
+            self._open()
         except BaseException:
             self.close()
             raise
         known = [self._order[line_id] for line_id in self._lines if line_id in self._order]
         self._last = max(known, default=-1)  # where in the batch the file's lines end
 
-    def _open(self, resume: bool) -> None:
+    def _open(self) -> None:
         size = os.fstat(self._main).st_size
         if not size or self._overwrite:
             return
-        if not resume:
+        if not self._resume:
             raise UsageError(f"the output {self._name} is there already; --overwrite replaces it")
         self._scan(self._main, self._name)
         with suppress(FileNotFoundError):
@@ -187,6 +187,15 @@ class ResultFile:
         except OSError as error:
             raise OutputError(error, self._name) from error
 
+    @property
+    def going_on(self) -> str:
+        """How a run that was interrupted is gone on with, as the end of a sentence."""
+        if self._overwrite and not self._ready:
+            return f"; {self._name} is as it was"
+        refused = not self._resume and self._ready
+        without = " without --overwrite" if self._overwrite else " without --no-resume" if refused else ""
+        return f"; the same command{without} goes on from there"
+
     def close(self) -> None:
         """Closes the files and with that gives up the lock."""
         for descriptor in (self._main, self._again):
@@ -196,13 +205,20 @@ class ResultFile:
     def __enter__(self) -> ResultFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._made and not _size(self._main):
+            with suppress(OSError):
+                os.unlink(self._path)  # no run had anything to write to it
         self.close()
 
 
-def _open_locked(path: str, name: str, err: TextIO) -> int:
-    """The file, made if it is not there, open for reading and appending, and locked against other runs."""
+def _open_locked(path: str, name: str, err: TextIO) -> tuple[int, bool]:
+    """The file, made if it is not there, open for reading and appending, and locked against other runs.
+
+    Returns its descriptor, and whether it was made.
+    """
     while True:
+        made = not os.path.lexists(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,7 +233,7 @@ def _open_locked(path: str, name: str, err: TextIO) -> int:
         with suppress(FileNotFoundError):
             # Another run may have put a new file in its place between the two calls.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
+                return descriptor, made
         os.close(descriptor)
 
 

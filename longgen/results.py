@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from longgen.requests import Request
+from longgen.truncation import Cut
 
 _BEGINNING = b'{"id": '  # of every line
 # What a JSON string may hold as it is and a line had better not: other ends of lines, controls, half characters.
@@ -23,7 +25,9 @@ class Result:
     prompt_hash: see Request.prompt_hash.   pred: the answer's text; empty if it failed.
     finish_reason: stop, length or error.   error: why it failed; None if it did not.
     prompt_tokens: None if the record failed before it had any.   generated_tokens: of the answer.
+    cut: what was left out of the prompt, see longgen.truncation.Cut; None if nothing was.
     settings: in effect, by name; None if they were not allowed.   timings: seconds; None if it failed.
+    stats: figures of the request, see longgen.metrics; None: not asked for, or it failed.
     judgement: what else its line says of the answer.
     """
 
@@ -36,7 +40,9 @@ class Result:
     generated_tokens: int = 0
     settings: Mapping[str, Any] | None = None
     timings: Mapping[str, float | None] | None = None
+    stats: Mapping[str, Any] | None = None
     judgement: Mapping[str, Any] = field(default_factory=dict)
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Written:
 def result_line(result: Result, output_format: str) -> bytes:
     """The line of a result, with the line feed that ends it. output_format: "jsonl" or "openai"."""
     value = _openai(result) if output_format == "openai" else _own(result)
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return (_AWKWARD.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n").encode("utf-8")
 
 
@@ -93,29 +99,50 @@ def _own(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": result.generated_tokens,
+        "cut": _cut(result),
         "timings": result.timings,
+        **_stats(result),
         "settings": result.settings,
         "error": result.error,
         "prompt_hash": result.prompt_hash,
     }
 
 
+def _stats(result: Result) -> dict[str, Any]:
+    """The field for a request's figures; none where they were not asked for."""
+    return {} if result.stats is None else {"stats": result.stats}
+
+
 def _openai(result: Result) -> dict[str, Any]:
     details = {
+        **result.request.fields,
+        **result.judgement,
         "prompt_hash": result.prompt_hash,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
+        "cut": _cut(result),
         "timings": result.timings,
+        **_stats(result),
         "settings": result.settings,
     }
     error = None if result.error is None else {"code": "failed", "message": result.error}
     return {
-        "id": f"batch_req_{result.prompt_hash}",
+        "id": f"batch_req_{_name(result)}",
         "custom_id": result.request.id,
         "response": None if error else _response(result),
         "error": error,
         "longgen": details,
     }
+
+
+def _name(result: Result) -> str:
+    """32 hex digits that are the record's own; records may have the same prompt."""
+    text = json.dumps([result.request.id, result.prompt_hash])
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
+
+
+def _cut(result: Result) -> dict[str, Any] | None:
+    return None if result.cut is None else asdict(result.cut)
 
 
 def _response(result: Result) -> dict[str, Any]:
@@ -127,11 +154,11 @@ def _response(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
     }
     body = {
-        "id": f"chatcmpl-{result.prompt_hash}",
+        "id": f"chatcmpl-{_name(result)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": (result.settings or {}).get("model"),
         "choices": [choice],
         "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
     }
-    return {"status_code": 200, "request_id": f"req_{result.prompt_hash}", "body": body}
+    return {"status_code": 200, "request_id": f"req_{_name(result)}", "body": body}

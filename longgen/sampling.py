@@ -127,7 +127,8 @@ def distribution(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Te
 
 def record_seed(seed: int, record_id: str) -> int:
     """The seed of one request: the same on every machine and whatever else is in the batch. 0 <= result < 2**63."""
-    digest = hashlib.sha256(f"{seed}:{record_id}".encode()).digest()
+    # Names of files may hold half characters, in place of bytes that are no text.
+    digest = hashlib.sha256(f"{seed}:{record_id}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 

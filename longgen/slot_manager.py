@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from functools import partial
 
-from longgen.allocation import RequestId, SlotAllocator
+from longgen.allocation import RequestId, SlotAllocator, Ticket
+from longgen.ends import do_all
 from longgen.errors import SlotError
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
@@ -34,7 +36,6 @@ class SlotManager:
         planned: int | None,
     ) -> None:
         self._open_store, self._planned = open_store, planned
-        self._tickets = count()
         self._open(provider, sizes)
 
     def _open(self, provider: Provider, sizes: StoreSizes) -> None:
@@ -69,45 +70,108 @@ class SlotManager:
         """The slot and its request, for messages."""
         return self.allocator.named(slot_id)
 
-    def begin(self, slot_id: int, tokens: int) -> int:
-        """Readies a slot for a request of `tokens` tokens in all; returns a ticket that tells it from all others.
+    @contextmanager
+    def naming(self, slot_id: int) -> Iterator[None]:
+        """Adds the request that has the slot to a SlotError that does not name it."""
+        owner = self.allocator[slot_id].owner
+        try:
+            yield
+        except SlotError as error:
+            if owner is None or repr(owner) in str(error):
+                raise
+            raise SlotError(f"request {owner!r}: {error}") from error
 
-        Raises SlotError if the slot belongs to a request id and holds tokens, or was planned for fewer.
+    def begin(self, ticket: Ticket, tokens: int) -> None:
+        """Ends what is in a slot, and begins the request with this ticket there, of `tokens` tokens in all.
+
+        If it fails later than by a SlotError, the request has begun, and whoever has the ticket ends it.
+
+        Raises SlotError as `check_begin`.
+        """
+        self.check_begin(ticket, tokens)
+        self.empty(ticket.slot_id)
+        self.allocator[ticket.slot_id].ticket = ticket
+        self.observer.begun(ticket.slot_id)
+        self.store.announce(ticket.slot_id, tokens)
+
+    def use(self, slot_id: int, tokens: int = 0) -> Ticket:
+        """The request in a slot, which begins here if there is none, to run `tokens` more tokens.
+
+        Raises SlotError if the slot was planned for fewer.
         """
         place = self.allocator[slot_id]
-        if place.owner is not None and self.length(slot_id):
+        self._check_planned(slot_id, self.length(slot_id) + tokens)
+        if place.ticket is None:
+            if not self.length(slot_id):
+                self.empty(slot_id)  # once more: the last time may have failed
+            place.ticket = Ticket(slot_id, place.owner)
+            self.observer.begun(slot_id)
+        return place.ticket
+
+    def holds(self, ticket: Ticket) -> bool:
+        """Whether the request with this ticket is still in its slot."""
+        return any(place.ticket is ticket for place in self.allocator)  # of a slot that is unknown, nothing is
+
+    def check(self, ticket: Ticket) -> None:
+        """Raises SlotError unless the request with this ticket is still in its slot."""
+        if not self.holds(ticket):
+            who = "this request" if ticket.request_id is None else f"request {ticket.request_id!r}"
+            raise SlotError(f"{who} is over: slot {ticket.slot_id} was reset, or another request was begun in it")
+
+    def check_begin(self, ticket: Ticket, tokens: int) -> None:
+        """Raises SlotError for a slot that belongs to another request, belongs to one and is not empty, or was planned
+        for fewer tokens."""
+        slot_id = ticket.slot_id
+        if ticket.request_id is not None:
+            self.check_owner(slot_id, ticket.request_id)
+        if self.allocator[slot_id].owner is not None and self.length(slot_id):
             raise SlotError(
                 f"prefill into {self.named(slot_id)}, which holds {self.length(slot_id):,} tokens: reset or release it "
                 "first"
             )
         self._check_planned(slot_id, tokens)
-        self.empty(slot_id)
-        self.use(slot_id)
-        self.store.announce(slot_id, tokens)
-        place.ticket = next(self._tickets)
-        return place.ticket
 
-    def use(self, slot_id: int) -> None:
-        """Something is about to run in a slot."""
-        self.allocator[slot_id].used = True
-        self.observer.begun(slot_id)
+    def check_step(self, tickets: Sequence[Ticket]) -> None:
+        """Raises SlotError for a request that is over, holds no tokens, has no room for one more, or is named twice."""
+        slot_ids = [ticket.slot_id for ticket in tickets]
+        if len(set(slot_ids)) != len(slot_ids):
+            raise SlotError(f"a slot is named twice among {slot_ids}: a step decodes one token of each")
+        for ticket in tickets:
+            self.check(ticket)
+            self._check_filled(ticket.slot_id)
+            self._check_planned(ticket.slot_id, self.length(ticket.slot_id) + 1)
 
-    def holds(self, slot_id: int, ticket: int) -> bool:
-        """Whether the request with this ticket is still in the slot."""
-        return slot_id < len(self.allocator) and self.allocator[slot_id].ticket == ticket
+    def step_tickets(self, slot_ids: Sequence[int]) -> list[Ticket]:
+        """The requests in slots that a token is to be decoded in. Raises SlotError for a slot that holds no tokens."""
+        for slot_id in slot_ids:
+            self._check_filled(slot_id)
+        return [self.use(slot_id) for slot_id in slot_ids]
 
-    def end(self, slot_id: int, ticket: int) -> None:
-        """Ends the request with this ticket, unless it has ended."""
-        if self.holds(slot_id, ticket):
-            self.empty(slot_id)
+    def seen(self, ticket: Ticket) -> None:
+        """The host has what the request's last pass gave."""
+        if self.holds(ticket):
+            self.observer.seen(ticket.slot_id)
+
+    def end(self, *tickets: Ticket) -> None:
+        """Ends the requests with these tickets that have not ended."""
+        do_all(*(partial(self.empty, ticket.slot_id) for ticket in tickets if self.holds(ticket)))
 
     def empty(self, slot_id: int) -> None:
-        """The end of whatever is in a slot: the one place where everything that belongs to a request is cleared."""
+        """The end of whatever is in a slot: the one place where everything that belongs to a request is cleared.
+
+        All of it is tried, whatever fails; the next request in the slot begins with it again.
+        """
         place = self.allocator[slot_id]
-        self.observer.ended(slot_id)
-        self.store.reset(slot_id)
-        self.provider.reset(slot_id)
-        place.used, place.ticket = False, None
+        place.ticket = None
+        do_all(
+            partial(self.observer.ended, slot_id),
+            partial(self.store.reset, slot_id),
+            partial(self.provider.reset, slot_id),
+        )
+
+    def empty_all(self) -> None:
+        """The end of whatever is in any slot."""
+        do_all(*(partial(self.empty, slot_id) for slot_id in range(len(self.allocator))))
 
     def release(self, slot_id: int) -> None:
         """Empties a slot and takes it from its request. Raises SlotError if it belongs to none."""
@@ -119,25 +183,15 @@ class SlotManager:
         for slot_id, place in enumerate(self.allocator):
             if place.owner is not None:
                 self.allocator.release(slot_id)
-            self.empty(slot_id)
-        self.observer.clear()
+        do_all(self.empty_all, self.observer.clear)
 
     def check_owner(self, slot_id: int, request_id: RequestId) -> None:
         """Raises SlotError unless the slot is allocated to the request."""
         self.allocator.expect(slot_id, request_id)
 
-    def check_filled(self, slot_ids: Sequence[int]) -> None:
-        """Raises SlotError if a slot holds no tokens, so that nothing can be decoded in it, or is named twice."""
-        if len(set(slot_ids)) != len(slot_ids):
-            raise SlotError(f"a slot is named twice among {list(slot_ids)}: a step decodes one token of each")
-        for slot_id in slot_ids:
-            if self.allocator[slot_id] and self.length(slot_id) == 0:
-                raise SlotError(f"decode in {self.named(slot_id)} before prefill: it holds no tokens")
-
-    def check_room(self, slot_ids: Sequence[int], tokens: int) -> None:
-        """Raises SlotError if a slot was not planned for `tokens` more tokens."""
-        for slot_id in slot_ids:
-            self._check_planned(slot_id, self.length(slot_id) + tokens)
+    def _check_filled(self, slot_id: int) -> None:
+        if self.allocator[slot_id] and self.length(slot_id) == 0:
+            raise SlotError(f"decode in {self.named(slot_id)} before prefill: it holds no tokens")
 
     def _check_planned(self, slot_id: int, tokens: int) -> None:
         if self._planned is not None and tokens > self._planned:

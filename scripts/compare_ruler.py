@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
 from compare_with_transformers import Comparison, compare, longgen_answers, note, transformers_answers
 from prose_prompts import Prompt
 from ruler.tasks import metric

@@ -22,11 +22,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
 from ruler.records import make_records
 from ruler.tasks import make_task, task_names
 
 from longgen.config import parse_length
 from longgen.errors import LongGenError, UsageError
+from longgen.evaluation.same_model import check_same_model
 from longgen.model.checkpoint import resolve_checkpoint
 from longgen.model.quiet import quiet_transformers
 from longgen.model.tokenizer import TextTokenizer
@@ -74,6 +77,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="checkpoint folder, hub id or short name; its tokenizer counts")
     parser.add_argument("--lengths", required=True, help="tokens, such as 4K,64K,1M")
     parser.add_argument("--out", type=Path, required=True, help="folder of the files")
+    parser.add_argument("--results", type=Path, help="folder of answers; those of another model are refused")
     parser.add_argument("--tasks", help="such as niah_single_1,vt; default: all")
     parser.add_argument("--samples", type=int, default=10, help="of each task at each length (default: 10)")
     parser.add_argument("--seed", type=int, default=42, help="start of the random numbers (default: 42)")
@@ -89,6 +93,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
+        for file in sorted(args.results.glob("*/*.jsonl")) if args.results else []:
+            check_same_model(file, args.model)
         with quiet_transformers():
             tokenizer = TextTokenizer.load(resolve_checkpoint(checkpoint_name(args.model)))
             written = write_all(args, tokenizer)

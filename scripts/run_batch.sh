@@ -5,7 +5,8 @@
 #
 # The shards are run one after another. In a job array, let job I run `longgen run ... --shard I/SHARDS --output
 # RESULTS.jsonl.I-of-SHARDS` and this script afterwards: it finds nothing left to do, and brings them together.
-# LONGGEN names the program, if it is not `longgen`.
+# LONGGEN names the program, if it is not `longgen`. RESULTS.jsonl.made has the checksum of every file that was brought
+# together: a RESULTS.jsonl that is there and was not made here is left alone.
 #
 # Exit code: that of longgen, 1 if some record failed.
 set -uo pipefail
@@ -17,6 +18,18 @@ fi
 model=$1 prompts=$2 results=$3 shards=$4
 shift 4
 longgen=${LONGGEN:-longgen}
+
+fail() { echo "run_batch: $1" >&2; exit 2; }
+
+for flag in "$@"; do
+    case $flag in
+        --overwrite | --no-resume) fail "$flag would throw away or refuse what a run that was killed has done; leave it out" ;;
+    esac
+done
+[[ ! $results -ef $prompts ]] || fail "the results $results are the prompts; give them another name"
+if [[ -e $results ]] && ! grep -qsxF "$(cksum <"$results")" "$results.made"; then
+    fail "$results is there already and was not made here; move it away, or give another name"
+fi
 
 # Bytes of a shard's results, done again or not.
 progress_of() { cat "$1" "$1.retried" 2>/dev/null | wc -c; }
@@ -60,5 +73,6 @@ done=$(cat "${files[@]}" | wc -l)
 ((done == records)) || { echo "run_batch: $done of $records records have a result; nothing is brought together" >&2; exit 1; }
 
 # Shard I has records I, I + SHARDS, I + 2 * SHARDS, ...: a line from each by turns is the order of the prompts.
-paste -d '\n' "${files[@]}" | sed '/^$/d' >"$results.tmp" && mv "$results.tmp" "$results" || exit 2
+paste -d '\n' "${files[@]}" | sed '/^$/d' >"$results.tmp" && cksum <"$results.tmp" >>"$results.made" &&
+    mv "$results.tmp" "$results" || exit 2
 exit $worst

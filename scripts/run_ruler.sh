@@ -5,10 +5,11 @@
 #
 # LENGTHS are tokens, such as 4K,64K,1M. All other flags go to `longgen run`: --device, --gpu-memory, --max-len, --raw and
 # so on. DIR/data has the prompts and DIR/results the answers; DIR is ruler-MODEL where --out does not say. A run that was
-# stopped goes on where it was when the same command is given again. PYTHON names the interpreter to use.
+# stopped goes on where it was when the same command is given again; a DIR with answers of another model is refused. PYTHON
+# names the interpreter to use.
 set -euo pipefail
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' "$0"; }
 [[ ${1:-} != -h && ${1:-} != --help ]] || { usage; exit 0; }
 (($# >= 2)) || { usage >&2; exit 2; }
 
@@ -35,8 +36,12 @@ while (($#)); do
     esac
 done
 out=${out:-ruler-$(basename "$model")}
+check=(--results "$out/results")
+for flag in ${run[@]+"${run[@]}"}; do
+    [[ $flag != --overwrite ]] || check=()
+done
 
-made=$("$python" "$scripts/make_ruler.py" --model "$model" --lengths "$lengths" --out "$out/data" ${make[@]+"${make[@]}"})
+made=$("$python" "$scripts/make_ruler.py" --model "$model" --lengths "$lengths" --out "$out/data" ${check[@]+"${check[@]}"} ${make[@]+"${make[@]}"})
 files=$("$python" -c 'import json, sys; [print(f"{n}/{t}.jsonl") for n, tasks in json.loads(sys.argv[1]).items() for t in tasks]' "$made")
 
 failed=0
@@ -50,5 +55,5 @@ for file in $files; do
     ((code == 0)) || failed=1
 done
 
-"$python" "$scripts/score_ruler.py" "$out/results" || failed=1
+"$python" "$scripts/score_ruler.py" "$out/results" --made "$made" || failed=1
 exit "$failed"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from longgen.allocation import Ticket
 from longgen.engine import Engine
 from longgen.model.tiny import make_checkpoint
 from longgen.model.tokenizer import TextTokenizer
@@ -66,12 +68,12 @@ def test_random_weights_cannot_answer_and_equal_transformers(
 def test_a_wrong_engine_fails_and_the_first_difference_is_shown(
     script: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode_step = Engine.decode_step
+    decode = Engine.decode_requests
 
-    def wrong_step(engine: Engine, token: int, slot_id: int = 0) -> torch.Tensor:
-        return -decode_step(engine, token, slot_id)
+    def decode_wrongly(engine: Engine, tickets: Sequence[Ticket], tokens: Sequence[int]) -> torch.Tensor:
+        return -decode(engine, tickets, tokens)
 
-    monkeypatch.setattr(Engine, "decode_step", wrong_step)
+    monkeypatch.setattr(Engine, "decode_requests", decode_wrongly)
     code, report, table = _run(script, checkpoint, capsys, "--depths", "")
     assert code == 1
     assert report["passed"] is False

@@ -182,6 +182,10 @@ def test_an_empty_file_is_no_setting(tmp_path: Path) -> None:
     [
         ("max_length: 4K", r"settings.yaml: there is no setting 'max_length'; did you mean max_len\?"),
         ("chunk-size: 4K", r"did you mean chunk_size\?"),
+        ("raw: true", r"there is no setting 'raw'; did you mean chat\? \(raw: true is chat: false\)"),
+        ("model: demo", "there is no setting 'model'; the nearest is the flag --model; give it on the command"),
+        ("prompt: a.txt", "there is no setting 'prompt'; the nearest is the flag --prompt; give it on the command"),
+        ('stop: "a\\udcff"', r"stop: 'a\\udcff' is no text, so nothing can match; give stop strings in UTF-8"),
         ("qqqq: 1", "there are max_len, max_new_tokens"),
         ("1: 2", "there is no setting '1'"),
         ("max_len: 4MB", "settings.yaml: max_len: '4MB' is not a length"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -187,6 +188,42 @@ def test_characters_of_several_bytes_and_a_genuine_replacement_character_go_out_
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 7}
     (folder / "config.json").write_text(json.dumps(config))
     assert run(folder, [path], "--raw", "--stop", "<|im_end|>").out.decode() == "\ufffdb\U0001f642!\n"
+
+
+def pieces(model: Path, prompt: Path, *flags: str) -> list[str]:
+    """What the command writes, write by write: its standard output is a socket that keeps them apart."""
+    reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with reading:
+        with writing:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "longgen", "run", "--model", str(model), "-f", str(prompt), *SMALL, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=writing.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
+        written = [piece.decode() for piece in iter(lambda: reading.recv(65536), b"")]
+    assert process.wait() == 0
+    return written
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), ["\ufffd", "b", "\U0001f642", "!", "\n"]),
+        # What may begin a stop string goes out with the character that says it does not, or at the end.
+        (("--stop", "bc", "--stop", "!?"), ["\ufffd", "b\U0001f642", "!", "\n"]),
+        (("--stop", "\ufffdb!", "--stop", "\U0001f642!"), ["\ufffdb", "\n"]),
+        # So does half a character at the end.
+        (("--max-new-tokens", "6"), ["\ufffd", "b", "\ufffd", "\n"]),
+    ],
+)
+def test_text_goes_out_as_it_comes_and_what_is_held_back_as_soon_as_it_is_known(
+    tmp_path: Path, flags: tuple[str, ...], expected: list[str]
+) -> None:
+    folder = make_checkpoint(tmp_path / "speaking", "qwen3")
+    _speaking(folder, "\ufffdb\U0001f642!")
+    (tmp_path / "prompt.txt").write_text("a")
+    assert pieces(folder, tmp_path / "prompt.txt", "--raw", *flags) == expected
 
 
 def test_a_prompt_without_room_is_refused_before_any_prefill_and_long_texts_have_a_bar(

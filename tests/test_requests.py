@@ -66,7 +66,8 @@ def test_utf32_is_refused_and_not_taken_for_utf16() -> None:
         read_requests(["-"], io.BytesIO("\ufefftext".encode("utf-32-le")))
     with pytest.raises(UsageError, match="standard input is not UTF-8: byte 0xfe at offset 2;"):
         read_requests(["-"], io.BytesIO("\ufefftext".encode("utf-32-be")))
-    assert read_requests(["-"], io.BytesIO("\ufeff\0text".encode("utf-16-le")))[0].text == "\0text"
+    for text in ("\0text", "\0"):
+        assert read_requests(["-"], io.BytesIO(f"\ufeff{text}".encode("utf-16-le")))[0].text == text
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

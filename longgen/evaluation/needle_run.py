@@ -10,10 +10,13 @@ from typing import Any, BinaryIO, TextIO
 
 from longgen.config import Settings
 from longgen.evaluation.haystack import Kind, NeedlePrompt, even_depths, make_prompts
+from longgen.evaluation.same_model import check_same_model
 from longgen.evaluation.score_grid import check_plot, draw, table
 from longgen.evaluation.scoring import string_match_all
+from longgen.interrupts import raise_interrupts
 from longgen.names import checkpoint_name
 from longgen.requests import Request
+from longgen.startup import import_libraries
 
 MAX_NEW_TOKENS = 64
 
@@ -41,6 +44,10 @@ def run(model: str, options: NeedleOptions, settings: Settings, out: BinaryIO, e
     """
     if options.plot is not None:
         check_plot(options.plot)
+    if settings.output is not None and not settings.overwrite:
+        check_same_model(Path(settings.output), model)
+    import_libraries()
+    raise_interrupts()
     prompts = _prompts(model, options, settings)
     scores: dict[str, float | None] = {}
 

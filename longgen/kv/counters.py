@@ -61,6 +61,9 @@ class Counters:
 class TierBlocks:
     """Blocks of all layers of a slot: on the device, in host memory, and in the decode buffer, where they are open."""
 
-    resident: int
-    host: int
-    open: int
+    resident: int = 0
+    host: int = 0
+    open: int = 0
+
+    def __add__(self, other: TierBlocks) -> TierBlocks:
+        return TierBlocks(self.resident + other.resident, self.host + other.host, self.open + other.open)

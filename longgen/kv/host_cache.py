@@ -113,19 +113,20 @@ class HostCache:
             yield HostPiece(start, end, extent.keys[layer][:, span], extent.values[layer][:, span])
             start, index = end, index + 1
 
-    def release(self, slot_id: int) -> None:
-        """Returns a slot's extents to the pool, and those on their way. No queue may still use them."""
+    def release(self, slot_id: int, *, scrub: bool = False) -> None:
+        """Returns a slot's extents to the pool, and those on their way. No queue may still use them.
+
+        scrub: as zeros. What is only on its way was never written.
+        """
         self._planned[slot_id] = 0
         self._recall(slot_id)
-        for extent in self._extents[slot_id]:
+        extents = self._extents[slot_id]
+        while extents:
+            extent = extents.pop()  # first of all: memory must not come to the pool twice, whatever interrupts this
+            if scrub:
+                for memory in extent.memories:
+                    memory.zero_()
             self._return(extent.shape.pieces, extent.memories)
-        self._extents[slot_id].clear()
-
-    def scrub(self, slot_id: int) -> None:
-        """Overwrites a slot's extents with zeros. No queue may still use them."""
-        for extent in self._extents[slot_id]:
-            for memory in extent.memories:
-                memory.zero_()
 
     def poison_pool(self, value: float) -> None:
         """Fills the memory of returned extents with `value`, so that a stale read shows."""
@@ -139,10 +140,14 @@ class HostCache:
     @property
     def nbytes(self) -> int:
         """Host memory held now: in use, made ahead, and in the pool."""
-        used = [memory for extents in self._extents for extent in extents for memory in extent.memories]
-        ahead = [piece.memory for slot_id in range(len(self._coming)) for piece in self._pieces_ahead(slot_id)]
-        held = (memory.numel() for memory in (*used, *self.pool(), *ahead) if memory is not None)
-        return sum(held) + self._supply.prepared_bytes
+        slots = sum(self.slot_bytes(slot_id) for slot_id in range(len(self._extents)))
+        return slots + sum(memory.numel() for memory in self.pool()) + self._supply.prepared_bytes
+
+    def slot_bytes(self, slot_id: int) -> int:
+        """Host memory of one slot: its extents, and what is made ahead for it."""
+        used = [memory for extent in self._extents[slot_id] for memory in extent.memories]
+        ahead = [piece.memory for piece in self._pieces_ahead(slot_id)]
+        return sum(memory.numel() for memory in (*used, *ahead) if memory is not None)
 
     def _end(self, slot_id: int) -> int:
         """The first block that no extent of the slot holds."""
@@ -170,18 +175,19 @@ class HostCache:
     def _recall(self, slot_id: int) -> None:
         """Ends what is being made for a slot; what is made already goes to the pool."""
         made = set(self._supply.cancel(self._pieces_ahead(slot_id)))
-        for coming in self._coming[slot_id]:
+        while self._coming[slot_id]:
+            coming = self._coming[slot_id].popleft()
             for shape, piece in zip(coming.shape.pieces, coming.pieces, strict=True):
                 if piece in made and piece.memory is not None:
                     self._return([shape], [piece.memory])
-        self._coming[slot_id].clear()
 
     def _return(self, shapes: Sequence[PieceShape], memories: Sequence[torch.Tensor]) -> None:
         for shape, memory in zip(shapes, memories, strict=True):
             self._pool[shape.group].append(memory)
 
     def _pieces_ahead(self, slot_id: int) -> list[Piece]:
-        return [piece for coming in self._coming[slot_id] for piece in coming.pieces]
+        # A copy, made in one step: whoever reads figures may do so while another thread grows the slot.
+        return [piece for coming in tuple(self._coming[slot_id]) for piece in coming.pieces]
 
     def _shortage(self, slot_id: int) -> CapacityError:
         """What to raise where some piece could not be made; nothing is on its way to the slot after it."""

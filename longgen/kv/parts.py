@@ -65,6 +65,11 @@ class StoreParts:
                 self.transfer.load(target.v[heads, span], v)
                 self.counters[slot_id].loaded(2 * k.nbytes, 2 * self.transfer.copies(target.k[heads, span], k))
 
+    def forget_offloads(self, slot_id: int) -> None:
+        """Drops a slot's offload events; every queue was drained."""
+        for layer in self.layout.full_layers:
+            self.offloaded.pop((slot_id, layer), None)
+
     def restore_open_block(self, slot_id: int, length: int) -> None:
         """Brings the open block of a slot of `length` tokens from the host to the decode buffer, where it belongs
         there and is not empty. Everything that read the decode buffer must be on the COMPUTE queue already."""

@@ -24,6 +24,11 @@ class Slot:
     written: int = 0
     broken: bool = False
 
+    def clear(self) -> None:
+        """It holds nothing any more."""
+        self.length = self.written = 0
+        self.broken = False
+
 
 class SlotTable:
     """A fixed number of slots, looked up by id."""

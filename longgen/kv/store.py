@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from longgen.attention.kernels import Kernels
+from longgen.ends import do_all
 from longgen.errors import CapacityError, SlotError
 from longgen.kv.counters import Counters, TierBlocks
 from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
@@ -85,6 +87,10 @@ class KVStore:
     def host_bytes(self) -> int:
         """Host memory held for KV now, what is made ahead and what was returned included, in bytes."""
         return self._parts.host.nbytes
+
+    def slot_host_bytes(self, slot_id: int) -> int:
+        """Host memory held for a slot's request now, what is made ahead included, in bytes."""
+        return self._parts.host.slot_bytes(self.slots[slot_id].id)
 
     def length(self, slot_id: int) -> int:
         """Tokens in a slot."""
@@ -198,25 +204,20 @@ class KVStore:
 
         Its host blocks go back to the pool as they are, and the buffers that all slots share (ring, prefill, window
         scratch) keep what was last in them, which nothing reads. With `scrub` these are overwritten too. A pass that
-        is open over the slot is aborted.
+        is open over the slot is aborted. All of this is done also where a part of it fails, which is then raised.
         """
-        slot = self.slots[slot_id]
-        if self._open is not None and slot_id in self._open.slots:
-            self._open.abort()
-        self._parts.transfer.drain()
-        slot.length = slot.written = 0
-        slot.broken = False
-        if self._scrub:
-            self._parts.host.scrub(slot_id)
-        self._parts.host.release(slot_id)
-        self._parts.policy.reset(slot_id)
-        self._parts.counters[slot_id].clear()
-        for layer in self.layout.full_layers:
-            self._parts.offloaded.pop((slot_id, layer), None)
-        for buffer in self._slot_buffers(slot_id):
-            _empty(buffer)
-        if self._open is None:  # a pass over other slots may be loading into the shared ones
-            self._release_shared()
+        parts, slot = self._parts, self.slots[slot_id]
+        do_all(
+            partial(self._abort_over, slot_id),
+            parts.transfer.drain,
+            slot.clear,
+            partial(parts.host.release, slot_id, scrub=self._scrub),
+            partial(parts.policy.reset, slot_id),
+            parts.counters[slot_id].clear,
+            partial(parts.forget_offloads, slot_id),
+            *(partial(_empty, buffer) for buffer in self._slot_buffers(slot_id)),
+            self._release_shared,
+        )
 
     def close(self) -> None:
         """Ends the threads that make host memory. A store that is dropped ends them by itself, a moment later."""
@@ -261,8 +262,15 @@ class KVStore:
             else:
                 slot.length = member.length + counts[i]
 
+    def _abort_over(self, slot_id: int) -> None:
+        if self._open is not None and slot_id in self._open.slots:
+            self._open.abort()
+
     def _release_shared(self) -> None:
-        """Drops the events of the buffers that all slots share: every queue was drained."""
+        """Drops the events of the buffers that all slots share, since every queue was drained. Not beside an open pass,
+        which may be loading into them."""
+        if self._open is not None:
+            return
         for buffer in self._shared_buffers():
             buffer.filled = buffer.free = None
             if self._scrub:

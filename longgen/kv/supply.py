@@ -10,7 +10,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -49,20 +50,41 @@ class _Workshop:
         self.waiting: deque[Piece] = deque()
         self.threads: set[threading.Thread] = set()
         self.most = 0  # threads that may be at work at once
+        self.held = False  # no thread begins a piece
         self.closed = False  # a supply that is dropped sets it without the lock: that may happen anywhere
         self._transfer = transfer
 
     def start(self, most: int) -> None:
         """From now on up to `most` threads are at work at once; starts them for what waits. Those that are too many end
-        after the piece at hand."""
+        after the piece at hand. Where the system gives no thread, whoever needs a piece makes it."""
         with self.changed:
             self.most = most
-            missing = 0 if self.closed else min(most, len(self.waiting)) - len(self.threads)
+            missing = 0 if self.closed or self.held else min(most, len(self.waiting)) - len(self.threads)
             for _ in range(missing):
                 # Not daemons: one that is killed inside the driver could take the process with it.
                 thread = threading.Thread(target=self._work, name="longgen-supply", daemon=False)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return
                 self.threads.add(thread)
+
+    def hold(self) -> None:
+        """Waits until no thread is at work; none starts before `release`."""
+        with self.changed:
+            self.held = True
+        self.join()
+
+    def release(self) -> None:
+        """Threads start again for what waits, as many as were allowed last."""
+        self.held = False
+        self.start(self.most)
+
+    def join(self) -> None:
+        """Waits for the threads that are to end."""
+        for thread in tuple(self.threads):
+            if thread is not threading.current_thread():
+                thread.join()
 
     def take(self, piece: Piece) -> bool:
         """Whether the calling thread is now to make the piece; otherwise it is made or another thread is at it."""
@@ -111,7 +133,7 @@ class _Workshop:
         with self.changed:
             # The main thread has ended when the interpreter, about to exit, waits for the others.
             idle = not self.waiting or len(self.threads) > self.most
-            if self.closed or idle or not threading.main_thread().is_alive():
+            if self.closed or self.held or idle or not threading.main_thread().is_alive():
                 # In the same breath as the look at what waits, so that `start` knows who will not look again.
                 self.threads.discard(threading.current_thread())
                 return None
@@ -188,6 +210,18 @@ class HostSupply:
                 shop.finish(piece)
         return [piece for piece in pieces if piece.memory is not None]
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """No thread is at work inside, nor begins a piece; afterwards they go on. For what is timed.
+
+        Whoever needs a piece meanwhile makes it itself.
+        """
+        try:
+            self._workshop.hold()
+            yield
+        finally:
+            self._workshop.release()
+
     @property
     def prepared_bytes(self) -> int:
         """Host memory that is prepared now and that no order has taken."""
@@ -199,9 +233,7 @@ class HostSupply:
         shop.closed = True
         self.cancel(self._prepared)
         self._prepared.clear()
-        for thread in tuple(shop.threads):
-            if thread is not threading.current_thread():
-                thread.join()
+        shop.join()
 
     def _line_up(self, pieces: Sequence[Piece]) -> None:
         """Puts what nobody has begun of `pieces` at the end of the line, in this order."""

@@ -18,7 +18,7 @@ from longgen.model.adapter import ATTENTION_NAME, register_attention
 from longgen.model.files import read_json_object
 from longgen.model.quiet import quiet_transformers
 from longgen.model.rope import check_rope
-from longgen.model.rope_settings import check_rope_settings
+from longgen.model.rope_settings import check_rope_settings, window_beside
 from longgen.model.shards import StoredTensor, listed, read_shards, reason
 from longgen.model.text_config import check_shape
 from longgen.model.weights import check_weights
@@ -157,7 +157,7 @@ def read_config(folder: Path) -> Any:
             f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
             "quantised"
         )
-    check_rope_settings(text)
+    check_rope_settings(raw, text)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The config classes validate with errors of several libraries; each means the same to the user.
@@ -165,6 +165,9 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {reason(error)}") from error
     if kind in VISION_TYPES:
         config = _text_config(config)
+    if (window := window_beside(text)) is not None:
+        # transformers puts it among the settings only when it builds the model; until then it has its own guess there.
+        config.rope_parameters["original_max_position_embeddings"] = window
     check_shape(config)
     check_rope(config)
     return config

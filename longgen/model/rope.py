@@ -16,6 +16,7 @@ from longgen.errors import CheckpointError
 from longgen.model.text_config import head_dim
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "yarn")
+_WINDOW = "original_max_position_embeddings"
 
 
 def check_rope(config: Any) -> None:
@@ -41,12 +42,13 @@ def check_rope(config: Any) -> None:
 def _check_numbers(config: Any) -> None:
     """transformers takes these numbers as they come, strings too."""
     parameters = config.rope_parameters
-    _check_number(parameters, "rope_theta", 1)
-    for name in ("factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"):
-        _check_number(parameters, name, 0)
+    _check_number(parameters, "rope_theta", 1, 1e30)
+    for name in ("factor", "attention_factor", "partial_rotary_factor"):
+        _check_number(parameters, name, 1e-6, 1e6)
     for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if parameters.get(name) != 0:  # which means the default
-            _check_number(parameters, name, 0)
+            _check_number(parameters, name, 1e-6, 1e6)
+    _check_number(parameters, _WINDOW, 0, 1e15)
     size, dim = head_dim(config), _rotary_dim(config)
     if not 2 <= dim <= size or dim % 2:
         raise CheckpointError(f"rotary angles for {dim} of a head's {size} numbers are not possible: it must be even")
@@ -71,13 +73,16 @@ def _check_yarn(parameters: dict[str, Any]) -> None:
         raise CheckpointError(f"truncate is {truncate!r} in config.json's rotary settings; it must be true or false")
 
 
-def _check_number(parameters: dict[str, Any], name: str, above: int) -> None:
+def _check_number(parameters: dict[str, Any], name: str, above: float, below: float) -> None:
     value = parameters.get(name)
     if value is None:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not above < value < math.inf:
-        raise CheckpointError(f"{name} is {value!r} in config.json's rotary settings; it must be above {above}")
+    if not number or not above < value < below:
+        raise CheckpointError(
+            f"{name} is {repr(value)[:80]} in config.json's rotary settings; it must be a number above {above:g} and "
+            f"below {below:g}"
+        )
 
 
 def _rotary_dim(config: Any) -> int:
@@ -111,7 +116,7 @@ def original_window(config: Any) -> int:
     """Tokens that the model was trained with before YaRN."""
     parameters = config.rope_parameters
     if parameters.get("rope_type") == "yarn":
-        return int(parameters["original_max_position_embeddings"])
+        return int(parameters[_WINDOW])
     return int(config.max_position_embeddings)
 
 
@@ -124,7 +129,7 @@ def _yarn_frequencies(config: Any, period_root: torch.Tensor, dim: int) -> tuple
     """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2): slow pairs are interpolated, fast ones left alone."""
     parameters = config.rope_parameters
     factor = yarn_factor(config)
-    window = parameters["original_max_position_embeddings"]
+    window = parameters[_WINDOW]
 
     def pair_with(rotations: float) -> float:
         base = float(parameters["rope_theta"])

@@ -52,6 +52,18 @@ def choose_stretch(config: Any, rope: str, prompt: int, new_tokens: int, *, beyo
     return Stretch(factor, f"{size}, within the trained window of {window:,}; rope: {how}")
 
 
+def window_note(config: Any) -> str | None:
+    """What to tell of a config whose window is more than its own YaRN reaches; None where it is not."""
+    factor, original = yarn_factor(config), original_window(config)
+    window, reach = config.max_position_embeddings, int(original * factor)
+    if config.rope_parameters.get("rope_type") != "yarn" or window <= reach:
+        return None
+    return (
+        f"note: max_position_embeddings is {window:,} in config.json, and its YaRN, factor {factor:.10g} of "
+        f"{original:,}, reaches {reach:,}; {window:,} is taken for the trained window"
+    )
+
+
 def _factor(config: Any, rope: str, total: int) -> float | None:
     kind, _, given = rope.partition(":")
     if given:

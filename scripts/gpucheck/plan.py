@@ -238,12 +238,13 @@ def _first_prefill(planner: Planner, plan: MemoryPlan, folder: Path, settings: S
     """
     device, options = settings.device, options_of(plan, _options(settings))
 
-    def resize(provider: Provider, options: EngineOptions) -> EngineOptions:
-        return options_of(plan_again(planner, plan, provider, options, meter_of(device, plan)), options)
-
     _warm_up(Engine.load(folder, options), plan)
     _settle(device)
     with closing(begin_host_memory(plan, 0 if begun == "with the prefill" else plan.tokens, device)) as supply:
+
+        def resize(provider: Provider, options: EngineOptions) -> EngineOptions:
+            return options_of(plan_again(planner, plan, provider, options, meter_of(device, plan), supply), options)
+
         started = time.perf_counter()
         engine = Engine.load(folder, options, supply=supply, resize=resize)
         synchronize(device)

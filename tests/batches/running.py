@@ -62,13 +62,13 @@ def _child(arguments: list[str], folder: str, stdin: str, stdout: str) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HF_HUB_OFFLINE"] = "1"
 
     from tqdm import tqdm
 
-    from longgen.cli import main
+    from longgen.__main__ import main
 
     tqdm.set_lock(threading.RLock())  # its usual one is a semaphore that a killed process leaves behind
     code = main(arguments)

@@ -18,7 +18,7 @@ OTHER = "There is nothing here that is not in the other thing;"
 SHORT = ("--max-new-tokens", "6")
 
 
-def user(text: str, *before: dict[str, Any]) -> list[dict[str, Any]]:
+def user(text: str | list[Any], *before: dict[str, Any]) -> list[dict[str, Any]]:
     return [*before, {"role": "user", "content": text}]
 
 
@@ -137,15 +137,30 @@ def test_a_records_stop_strings_end_its_text(tiny: Path, tmp_path: Path) -> None
         assert line["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("output_format", ["jsonl", "openai"])
+def test_figures_are_in_the_lines_where_they_are_asked_for(tiny: Path, tmp_path: Path, output_format: str) -> None:
+    path = write_records(tmp_path / "a.jsonl", [{"prompt": TEXT}, {"prompt": "", "max_tokens": -1}])
+    arguments = batch(tiny, path, *SHORT, "--output-format", output_format)
+    done, plain = run(tmp_path / "run", *arguments, "--stats"), run(tmp_path / "plain", *arguments)
+    lines = [[line.get("longgen", line) for line in each.lines] for each in (done, plain)]
+    assert ["stats" in line for each in lines for line in each] == [True, False, False, False]
+    stats, printed = lines[0][0]["stats"], next(line for line in done.err.splitlines() if "stats" in line)
+    assert json.loads(printed.removeprefix("longgen: stats ")) == {"request": "1", **stats}
+    assert stats["prompt_tokens"] == lines[0][0]["prompt_tokens"] and stats["prefill"]["d2d_bytes"] > 0
+    assert set(stats["blocks"]) == {"resident", "host", "open"}
+
+
 def test_a_result_has_the_records_small_fields_and_ours(tiny: Path, tmp_path: Path) -> None:
     record = {"index": 4, "outputs": ["a", "b"], "length": 99, "others": {"x": None}, "input": TEXT, "pred": "mine"}
     path = write_records(tmp_path / "a.jsonl", [record, record | {"index": 5, "prompt": TEXT, "context": "y" * 20_000}])
     done = run(tmp_path / "run", *batch(tiny, path, *SHORT)).lines
     ours = ["pred", "finish_reason", "prompt_tokens", "generated_tokens", "timings", "settings", "error", "prompt_hash"]
+    ours.append("cut")
     assert set(done[0]) == {"id", "index", "outputs", "length", "others", *ours}
     assert set(done[1]) == {"id", "index", "outputs", "length", "others", "input", *ours}
     first = done[0]
     assert (first["id"], first["index"], first["outputs"], first["others"]) == ("4", 4, ["a", "b"], {"x": None})
+    assert first["cut"] is None
     assert first["pred"] not in ("", "mine") and first["error"] is None
     assert (first["finish_reason"], first["generated_tokens"]) == ("length", 6)
     assert first["prompt_tokens"] == len(AutoTokenizer.from_pretrained(tiny)(rendered(tiny, user(TEXT)))["input_ids"])
@@ -174,12 +189,13 @@ def test_openai_requests_give_openai_lines(tiny: Path, tmp_path: Path) -> None:
     records = [
         {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body},
         {"custom_id": "two", "method": "POST", "url": "/v1/chat/completions", "body": body | {"n": 2}},
+        {"custom_id": "three", "outputs": ["a"], "body": body},
     ]
     path, out = write_records(tmp_path / "a.jsonl", records), tmp_path / "out.jsonl"
     flags = ("--output-format", "openai", "--output", str(out))
     done = run(tmp_path / "run", *batch(tiny, path, *flags))
     assert (done.code, done.out) == (1, "")
-    good, bad = read_lines(out)
+    good, bad, same = read_lines(out)
     assert (good["custom_id"], good["error"], good["response"]["status_code"]) == ("one", None, 200)
     answer = good["response"]["body"]
     choice = {"role": "assistant", "content": reference(tiny, rendered(tiny, user(TEXT)), 5)}
@@ -189,9 +205,12 @@ def test_openai_requests_give_openai_lines(tiny: Path, tmp_path: Path) -> None:
     assert answer["object"] == "chat.completion"
     assert (bad["custom_id"], bad["response"]) == ("two", None)
     assert bad["error"] == {"code": "failed", "message": "n is 2, which is not supported; leave it out"}
+    assert same["longgen"]["outputs"] == ["a"] and good["longgen"]["method"] == "POST"
+    names = [(line["id"], line["response"]["request_id"], line["response"]["body"]["id"]) for line in (good, same)]
+    assert all(one != other for one, other in zip(*names, strict=True))  # though the prompts are the same
     again = run(tmp_path / "again", *batch(tiny, path, *flags))
-    assert "1 of 2 records are done" in again.err
-    assert read_lines(out) == [good, bad]
+    assert "2 of 3 records are done" in again.err
+    assert read_lines(out) == [good, bad, same]
     other = run(tmp_path / "other", *batch(tiny, path, "--output", str(out)))
     assert other.code == 2
     assert "line 1 is no result of --output-format jsonl" in other.err
@@ -221,6 +240,8 @@ def test_a_record_that_fails_is_an_error_line_and_the_rest_goes_on(tiny: Path, t
         {"prompt": TEXT, "top_p": 0.5},
         {"prompt": TEXT, "temperature": 1e-40},  # found while it runs
         {"prompt": ""},
+        {"messages": user("")},
+        {"messages": user([])},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"prompt": TEXT, "max_tokens": 2},
     ]
@@ -235,6 +256,8 @@ def test_a_record_that_fails_is_an_error_line_and_the_rest_goes_on(tiny: Path, t
         "top_p has no effect on greedy decoding",
         "logits are not finite after temperature 1e-40",
         "prompt is empty; it must hold at least one character",
+        "the messages are empty; one of them must hold at least one character",
+        "the messages are empty; one of them must hold at least one character",
         "message 1 has the role 'robot'; it must be one of system, user, assistant",
         None,
     ]
@@ -244,9 +267,9 @@ def test_a_record_that_fails_is_an_error_line_and_the_rest_goes_on(tiny: Path, t
         assert (line["pred"] == "") == (expected is not None)
     assert "which is more than --max-len, 200; raise it to" in done.lines[1]["error"]
     assert done.lines[2]["settings"] is None and done.lines[1]["settings"]["max_len"] == 200
-    assert done.lines[8]["generated_tokens"] == 2
-    assert done.err.count("longgen: error: ") == 7
-    assert done.err.splitlines()[-1] == "longgen: 2 of 9 records are done, 7 failed"
+    assert done.lines[10]["generated_tokens"] == 2
+    assert done.err.count("longgen: error: ") == 9
+    assert done.err.splitlines()[-1] == "longgen: 2 of 11 records are done, 9 failed"
 
 
 def test_what_does_not_fit_fails_alone_and_the_plan_is_made_for_the_longest_that_does(
@@ -286,6 +309,13 @@ def test_truncation_cuts_the_text_or_the_longest_message(tiny: Path, tmp_path: P
     assert [line["prompt_tokens"] for line in done.lines[:2]] == [194, 194]
     assert "the prompt cannot be cut to --max-len, 200, less --max-new-tokens, 199" in done.lines[2]["error"]
     assert done.err.count("tail cut") == 2
+    cuts = [line["cut"] for line in done.lines]
+    assert cuts[2] is None and [cut["place"] for cut in cuts[:2]] == ["tail", "tail"]
+    for cut in cuts[:2]:
+        assert f"tail cut: {cut['removed']} of the text's {cut['total']} tokens left out" in done.err
+    flags = (*SHORT, "--max-len", "200", "--truncate", "head", "--output-format", "openai")
+    openai = run(tmp_path / "openai", *batch(tiny, path, *flags))
+    assert [line["longgen"]["cut"] for line in openai.lines[:2]] == [cut | {"place": "head"} for cut in cuts[:2]]
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     whole = tokenizer(rendered(tiny, user(TEXT * 20, system)) + "So:")["input_ids"]
     end = len(whole) - [i for i, token in enumerate(whole) if token == tokenizer.convert_tokens_to_ids("<|im_end|>")][1]
@@ -324,9 +354,12 @@ def test_malformed_input_is_found_before_anything_else_and_ends_with_2(tmp_path:
     cases: list[tuple[str | bytes, str]] = [
         (BROKEN, "b.jsonl line 2 is not JSON: Expecting value"),
         ('{"prompt": "y"}\n{"prompt": "x", "id": "3"}\n', f"two records have the id '3': {a} line 1 and {b} line 2"),
+        ('\n\n{"prompt": "y"}\n', "or run the files one by one"),
         ('{"context": "c", "input": "q"}\n', "b.jsonl line 1 has a context and a question, but no prompt"),
         ('{"question": "q"}\n', "b.jsonl line 1 has no prompt"),
         ('{"prompt": "x", "id": [1]}\n', "b.jsonl line 1: id is [1]; it must be"),
+        ('{"prompt": "x", "n": 1e999}\n', "b.jsonl line 1 is not JSON: 1e999 is larger than a number can be"),
+        ('{"prompt": "x", "n": [-2e308]}\n', "b.jsonl line 1 is not JSON: -2e308 is larger than a number can be"),
         (b'{"prompt": "\xff"}\n', "b.jsonl line 1 is not UTF-8"),
     ]
     for number, (text, message) in enumerate(cases):

@@ -136,6 +136,57 @@ def test_other_settings_are_told_and_finished_records_stay(tiny: Path, tmp_path:
     assert "longgen: 2 of 2 records are done; nothing is left to do\n" in done.err
 
 
+def test_results_of_other_prompts_are_refused_if_all_are_and_counted_if_some_are(tiny: Path, tmp_path: Path) -> None:
+    flags, out = ("--max-new-tokens", "3", "--max-len", "60"), tmp_path / "out"
+    first = write_records(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}, {"prompt": WORDS * 50}])
+    other = write_records(tmp_path / "b.jsonl", [{"prompt": "p"}, {"prompt": "q"}, {"prompt": "r"}])
+    assert run(tmp_path / "first", *batch(tiny, first, *flags, "--output", str(out))).code == 1
+    before = out.read_bytes()
+    refused = run(tmp_path / "other", *batch(tiny, other, *flags, "--output", str(out)))
+    assert (refused.code, out.read_bytes()) == (2, before)
+    assert refused.err == (
+        f"longgen: error: the output {out} holds answers to other prompts: of its records with the ids of this batch, "
+        f"all 2 have another prompt, such as {other} line 1; give another --output, or --overwrite to replace the "
+        "file\n"
+    )
+    write_records(other, [{"prompt": "x"}, {"prompt": "q"}, {"prompt": "r"}])
+    done = run(tmp_path / "some", *batch(tiny, other, *flags, "--output", str(out)))
+    assert "longgen: note: the prompts of 1 records changed; their results are replaced\n" in done.err
+    assert (done.code, [line["error"] for line in read_lines(out)]) == (0, [None] * 3)
+    write_records(other, [{"prompt": "u"}, {"prompt": "v"}, {"prompt": "w"}])
+    assert run(tmp_path / "replaced", *batch(tiny, other, *flags, "--output", str(out), "--overwrite")).code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--output", "{}", "--overwrite"), "; the same command without --overwrite goes on from there"),
+        (("--output", "/dev/null"), ""),
+    ],
+)
+def test_what_an_interrupted_run_says_of_going_on_is_true(
+    tiny: Path, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    records = [{"prompt": "x"}, {"prompt": "y", "max_tokens": 20_000, "repetition_penalty": 1.01}]
+    prompts, out = write_records(tmp_path / "a.jsonl", records), tmp_path / "out"
+    given = [flag.format(out) for flag in flags]
+    command = start(tmp_path / "run", *batch(tiny, prompts, "--max-new-tokens", "3", *given))
+    err = tmp_path / "run" / "stderr"
+    until(lambda: err.exists() and " 1/2 " in err.read_text())
+    until(lambda: lines_in(out) == 1 or "/dev/null" in given)
+    command.signal(signal.SIGINT)
+    done = command.wait()
+    assert done.code == 130
+    state = "longgen: 1 of 2 records are done"
+    assert done.err.splitlines()[-2:] == [state + said, "longgen: interrupted"]
+
+
+def test_a_wrong_model_leaves_no_output(tmp_path: Path) -> None:
+    prompts, out = write_records(tmp_path / "a.jsonl", [{"prompt": "x"}]), tmp_path / "out"
+    assert run(tmp_path / "run", *batch(tmp_path / "nowhere", prompts, "--output", str(out))).code == 2
+    assert not out.exists()
+
+
 def test_an_output_that_is_there_is_refused_or_replaced_where_asked(tiny: Path, tmp_path: Path) -> None:
     prompts, out = write_records(tmp_path / "a.jsonl", [{"prompt": WORDS}]), tmp_path / "out"
     arguments = batch(tiny, prompts, "--max-new-tokens", "3", "--output", str(out))

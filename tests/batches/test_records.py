@@ -59,6 +59,9 @@ def test_content_is_a_string_or_a_list_of_text_parts() -> None:
         ({"prompt": "a", "answer_prefix": 5}, "answer_prefix is a number; it must be a string"),
         ({"prompt": "\ud800"}, "prompt has half a character"),
         ({"messages": "hello"}, "messages must be a list of at least one message"),
+        ({"messages": [{"role": "user", "content": ""}]}, "the messages are empty; one of them must hold"),
+        ({"messages": [{"role": "user", "content": []}]}, "the messages are empty"),
+        ({"body": {"messages": [{"role": "user", "content": ""}] * 2}}, "the messages are empty"),
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": ["hello"]}, "message 1 has the role None; it must be one of system, user, assistant"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "message 1 has the role 'tool'"),
@@ -107,8 +110,10 @@ def test_a_line_that_is_no_record_is_refused_with_file_and_line(line: str, messa
 
 def test_bytes_that_are_no_text_are_refused_with_file_line_and_offset() -> None:
     lines = [b'{"prompt": "x"}\n', b'{"prompt": "caf\xe9"}\n']
-    with pytest.raises(UsageError, match=r"a\.jsonl line 2 is not UTF-8: byte 0xe9 at offset 15 of the line"):
+    with pytest.raises(UsageError, match=r"a\.jsonl line 2 is not UTF-8: byte 0xe9 at offset 31, 15 of the line; c"):
         list(read_records(lines, "a.jsonl"))
+    with pytest.raises(UsageError, match=r"line 2 is not UTF-8: byte 0xe9 at offset 34, 15 of the line"):
+        list(read_records([b"\xef\xbb\xbf" + lines[0], lines[1]], "a.jsonl"))
     assert [request.text for request in read_records(lines, "a.jsonl", "replace")] == ["x", "caf\ufffd"]
 
 
@@ -130,6 +135,38 @@ def test_records_end_at_a_line_feed_only() -> None:
 
 def test_the_sign_of_utf8_is_no_text() -> None:
     assert next(iter(read_records([b'\xef\xbb\xbf{"prompt": "x"}\n'], "a"))).text == "x"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_utf16_is_read_by_its_sign_and_its_lines_end_at_a_line_feed_only(encoding: str, end: str) -> None:
+    """Bytes 0x0a and 0x00 are in many characters of UTF-16."""
+    texts = ["a\u0a00\u000bb", "\u0a0a\u0a0d\u000a\u0a00", "\u010a\u0a01\U0001f642\u2028", "", "\u0a00"]
+    lines = [json.dumps({"prompt": f"x{text}", "id": text}, ensure_ascii=False) if text else "" for text in texts]
+    data = ("\ufeff" + "\n".join(lines) + end).encode(encoding)
+    requests = list(read_records(io.BytesIO(data), "a.jsonl"))
+    assert [request.text for request in requests] == [f"x{text}" for text in texts if text]
+    assert [request.source for request in requests] == [f"a.jsonl line {number}" for number in (1, 2, 3, 5)]
+
+
+def test_utf16_that_is_broken_is_refused_with_its_offset_and_utf32_by_name() -> None:
+    good, bad = '{"prompt": "x"}\n'.encode("utf-16-le"), '{"prompt": "'.encode("utf-16-le") + b"\x00\xd8x\0\n\0"
+    data = b"\xff\xfe" + good + bad
+    with pytest.raises(UsageError, match=r"line 2 is not UTF-16: byte 0x00 at offset 58, 24 of the line; correct it"):
+        list(read_records(io.BytesIO(data), "a.jsonl"))
+    assert list(read_records(io.BytesIO(b"\xff\xfe"), "a.jsonl")) == []
+    for encoding in ("utf-32-le", "utf-32-be"):
+        with pytest.raises(UsageError, match=r"a\.jsonl is UTF-32; write it as UTF-8 or UTF-16"):
+            list(read_records(io.BytesIO('\ufeff{"prompt": "x"}'.encode(encoding)), "a.jsonl"))
+
+
+def test_replacing_covers_half_characters_that_are_escaped() -> None:
+    line = rb'{"id": "a\uDC00", "prompt": "x\ud83d\ude42\ud83d", "more": [{"\udcff": 1.5}], "stop": "\ud800"}'
+    request = next(iter(read_records([line], "a.jsonl", "replace")))
+    assert (request.id, request.text, request.own) == ("a\ufffd", "x\U0001f642\ufffd", {"stop": "\ufffd"})
+    assert request.fields["more"] == [{"\ufffd": 1.5}]
+    strict = next(iter(read_records([rb'{"prompt": "\ud83d"}'], "a.jsonl")))
+    assert strict.fault.endswith("without its other half; correct it, or give --encoding-errors replace")
 
 
 def test_small_fields_are_kept_and_the_prompt_and_large_ones_are_not() -> None:
@@ -190,7 +227,14 @@ def test_the_bodys_settings_come_before_the_records() -> None:
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"seed": -1}, "seed is -1; it must be a whole number, 0 or more"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
-        ({"stop": ["a", ""]}, "stop is ['a', '']; it must be a string or a list of strings, none of them empty"),
+        (
+            {"stop": ["a", ""]},
+            "stop is ['a', '']; it must be a string or a list of strings, none of them empty",
+        ),
+        (
+            {"stop": "\ud83d"},
+            "stop is '\\ud83d', which has half a character: nothing can match it",
+        ),
         ({"stop": 5}, "stop is 5"),
         ({"n": 2}, "n is 2, which is not supported; leave it out"),
         ({"tools": [{}]}, "tools is [{}], which is not supported"),
@@ -205,7 +249,26 @@ def test_settings_that_are_not_allowed(own: dict[str, Any], message: str) -> Non
 def test_what_an_openai_request_asks_for_in_vain_is_seen_and_what_asks_for_nothing_is_let_through() -> None:
     body = {"messages": MESSAGES, "n": 1, "presence_penalty": 0.0, "tools": [], "stream": False, "logit_bias": {}}
     assert with_own(Settings(), read_one(body=body).own) == Settings()
+    body |= {"tool_choice": "auto", "model": "m", "user": "u", "metadata": {"a": "b"}, "min_tokens": None}
+    assert with_own(Settings(), read_one(body=body).own) == Settings()
     assert read_one(prompt="x", n=2).own == {}  # a field of the record's own
+    assert read_one(prompt="x", body={"messages": MESSAGES, "subject": "s"}).own == {}  # of a letter, for example
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ({"min_tokens": 5}, "leave it out"),
+        ({"stop_token_ids": [1]}, "leave it out"),
+        ({"tool_choice": "required"}, "leave it out"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "give what it holds in body itself"),
+    ],
+)
+def test_whatever_else_an_openai_request_asks_for_is_an_error_that_names_it(asked: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        with_own(Settings(), read_one(body={"messages": MESSAGES, **asked}).own)
+    name = next(iter(asked))
+    assert str(caught.value).startswith(f"{name} is ") and str(caught.value).endswith(f"not supported; {remedy}")
 
 
 @pytest.mark.parametrize("value", [{"enable_thinking": 1}, {"other": True}, [], "x"])

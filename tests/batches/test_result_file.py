@@ -83,6 +83,12 @@ def test_a_line_is_one_line_for_every_reader_of_lines() -> None:
     assert json.loads(written)["pred"] == pred
 
 
+def test_a_line_is_never_something_that_json_has_no_word_for() -> None:
+    request = Request("a", "somewhere", fields={"n": float("inf")})
+    with pytest.raises(ValueError, match="JSON"):
+        result_line(Result(request, "hash"), "jsonl")
+
+
 def test_lines_are_in_the_order_of_the_batch(tmp_path: Path) -> None:
     path = tmp_path / "out"
     assert go_on(path) == list(IDS)
@@ -380,3 +386,44 @@ def test_ctrl_c_waits_for_what_should_not_be_left_half_done() -> None:
         steps.append("never")
     assert steps == ["done"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_file_that_a_failed_run_made_and_never_wrote_to_does_not_stay(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with pytest.raises(UsageError), opened(path):
+        assert path.exists()
+        raise UsageError("no such model")
+    assert names(tmp_path) == []
+    path.touch()
+    with pytest.raises(UsageError), opened(path):
+        raise UsageError("no such model")
+    path.unlink()
+    with pytest.raises(KeyboardInterrupt), opened(path) as file:
+        file.write("a", line("a"))
+        raise KeyboardInterrupt
+    assert path.read_bytes() == line("a")
+    empty = tmp_path / "empty"
+    with opened(empty, ids=()) as file:
+        file.finish()  # of a shard without a record
+    assert names(tmp_path) == ["empty", "out"]
+
+
+@pytest.mark.parametrize(
+    ("others", "before", "after"),
+    [
+        ({}, "; the same command goes on from there", "; the same command goes on from there"),
+        ({"overwrite": True}, "; {} is as it was", "; the same command without --overwrite goes on from there"),
+        (
+            {"resume": False},
+            "; the same command goes on from there",
+            "; the same command without --no-resume goes on from there",
+        ),
+    ],
+)
+def test_how_an_interrupted_run_is_gone_on_with(
+    tmp_path: Path, others: dict[str, Any], before: str, after: str
+) -> None:
+    with opened(tmp_path / "out", **others) as file:
+        assert file.going_on == before.format(tmp_path / "out")
+        file.write("a", line("a"))
+        assert file.going_on == after

@@ -95,3 +95,26 @@ def test_the_script_explains_itself_without_arguments(tmp_path: Path) -> None:
     done = _script(tmp_path, "", "model")
     assert done.returncode == 2
     assert "scripts/run_batch.sh MODEL PROMPTS.jsonl RESULTS.jsonl SHARDS" in done.stderr
+
+
+def test_the_script_leaves_alone_what_it_did_not_make(tiny: Path, tmp_path: Path) -> None:
+    prompts, results = write_records(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}]), tmp_path / "results"
+    before = prompts.read_bytes()
+    program = '#!/bin/bash\nexec {python} -m longgen "$@"\n'
+    flags = ("--block-size", "16", "--chunk-size", "64", "--dtype", "float32", "--device", "cpu")
+    tail = ("2", *flags, "--max-new-tokens", "3")
+    (tmp_path / "link").symlink_to(prompts)
+    for target in (prompts, tmp_path / "link"):
+        refused = _script(tmp_path, program, str(tiny), str(prompts), str(target), *tail)
+        assert refused.returncode == 2 and "are the prompts" in refused.stderr
+    results.write_text("mine\n")
+    refused = _script(tmp_path, program, str(tiny), str(prompts), str(results), *tail)
+    assert refused.returncode == 2 and "was not made here" in refused.stderr
+    assert (prompts.read_bytes(), results.read_text()) == (before, "mine\n")
+    results.unlink()
+    for _ in range(2):  # the second time nothing is left to do
+        assert _script(tmp_path, program, str(tiny), str(prompts), str(results), *tail).returncode == 0
+        assert [line["id"] for line in read_lines(results)] == ["1", "2"]
+    for flag in ("--overwrite", "--no-resume"):
+        refused = _script(tmp_path, program, str(tiny), str(prompts), str(results), *tail, flag)
+        assert refused.returncode == 2 and f"run_batch: {flag} would" in refused.stderr

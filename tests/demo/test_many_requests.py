@@ -93,10 +93,14 @@ def resident_bytes() -> int:
 
 
 def left_over(engine: Engine) -> list[str]:
-    """What a request should not leave: extents, events, tokens."""
-    parts = engine.store._parts
+    """What a request should not leave: extents, memory on its way, events, tokens."""
+    parts, supply = engine.store._parts, engine.store._supply
     found = [f"offload event of {key}" for key in parts.offloaded]
     found += [f"extents {extents}" for extents in parts.host._extents if extents]
+    found += [f"memory on its way {coming}" for coming in parts.host._coming if coming]
+    found += [f"{planned} planned blocks" for planned in parts.host._planned if planned]
+    found += [f"a piece of {piece.nbytes} bytes" for piece in (*supply._prepared, *supply._workshop.waiting)]
+    found += ["a ticket"] * (engine.slots.allocator[0].ticket is not None)
     shared = [*parts.ring.entries, *parts.prefill.all()]
     own = [buffer for part in (parts.decode, parts.resident) for buffer in part.of_slot(0).values()]
     found += [f"event {b}" for b in (*shared, *own) if b.filled is not None or b.free is not None]

@@ -36,7 +36,7 @@ def test_copies_are_counted_to_the_byte(build: Build) -> None:
     assert (stats.prefill.d2d_bytes, stats.prefill.d2d_copies) == (LAYERS * TOKEN * 150, LAYERS * 2 * 3)
     assert stats.decode == Counters()
     assert stats.blocks == TierBlocks(resident=0, host=9 * LAYERS, open=LAYERS)
-    assert stats.host_bytes == 9 * BLOCK * LAYERS * TOKEN
+    assert stats.host_bytes == 10 * BLOCK * LAYERS * TOKEN  # with the block that the open one goes to
     engine.decode_step(5)
     after = engine.observer.request(0)
     assert after is not None and after.prefill == stats.prefill and after.decode_steps == 1
@@ -87,8 +87,23 @@ def test_a_reset_clears_a_request_and_adds_it_to_the_run(build: Build) -> None:
     assert asdict(run.prefill) == {name: 3 * value for name, value in asdict(stats.prefill).items()}
     assert run.time_to_first_token is not None and run.time_to_first_token > 0
     assert run.host_bytes == engine.store.host_bytes > 0
+    assert run.blocks == TierBlocks(host=3 * 9 * LAYERS, open=3 * LAYERS)
     engine.reset_all()
-    assert engine.observer.run().requests == 0
+    cleared = engine.observer.run()
+    assert (cleared.requests, cleared.blocks) == (0, TierBlocks())
+
+
+def test_a_request_holds_host_memory_before_a_block_is_complete(build: Build) -> None:
+    engine = open_engine(build("qwen3"), slots=2)
+    engine.prefill(PROMPT[:5])
+    stats = engine.observer.request(0)
+    assert stats is not None and stats.blocks.host == 0
+    assert stats.host_bytes == engine.store.host_bytes == BLOCK * LAYERS * TOKEN
+    engine.prefill(PROMPT, 1)
+    held = [engine.store.slot_host_bytes(slot) for slot in (0, 1)]
+    assert sum(held) == engine.store.host_bytes and held[0] == stats.host_bytes
+    engine.reset_all()
+    assert engine.store.slot_host_bytes(0) == 0 < engine.store.host_bytes
 
 
 def test_a_generation_has_its_figures_when_it_is_over(build: Build) -> None:

@@ -108,6 +108,13 @@ MISUSE: list[tuple[str, Misuse]] = [
     ("slot 1 was planned for 100 tokens, and 101 are", lambda engine: engine.prefill(PROMPT, 1, new_tokens=31)),
     ("slot 0 of request 'a' was planned for 100 tokens, and 140 are", lambda engine: engine.extend(PROMPT, 0)),
     ("slot 0 .* planned for 100 tokens, and 101", lambda engine: [engine.decode_step(5) for _ in range(31)]),
+    ("request 'a': cannot truncate slot 0 to 90 tokens: it has 70", lambda engine: engine.truncate(90)),
+    ("slot 9 is unknown", lambda engine: engine.truncate(3, 9)),
+    ("slot 9 is unknown", lambda engine: engine.snapshot(9)),
+    ("slot 1.0 is unknown", lambda engine: engine.snapshot(1.0)),  # type: ignore[arg-type]
+    ("slot None is unknown", lambda engine: engine.prefill(PROMPT, None)),  # type: ignore[arg-type]
+    ("slot None is unknown", lambda engine: list(generate(engine, None))),  # type: ignore[arg-type]
+    ("slot -1 is unknown", lambda engine: list(generate(engine, -1))),
     ("the number of slots cannot change to 3: slot 0 belongs to request 'a'", lambda e: e.allocate_batch_slots(3)),
 ]
 
@@ -143,7 +150,7 @@ def batch_misuse(engine: Engine, name: str) -> list[BatchedRequest]:
     [
         ("other's slot", "request 'b' uses slot 0, which belongs to request 'a'"),
         ("same slot twice", "slot 1 is twice in one batch, in requests 'b' and 'c'"),
-        ("unknown", "slot 9 is unknown"),
+        ("unknown", "request 'b' uses a slot that is not there: slot 9 is unknown"),
         ("too long", "slot 1 of request 'b' was planned for 100 tokens, and 101 are"),
         ("released", "request 'b' uses slot 1, which is not allocated: request 'b' released it"),
     ],
@@ -256,6 +263,31 @@ def test_errors_and_interrupts_end_a_generation(build: Build, monkeypatch: pytes
         for token in tokens:
             print(token / 0)
     assert is_empty(engine)
+
+
+def test_a_generation_is_iterated_once(build: Build) -> None:
+    """Its sampler has drawn numbers and seen tokens by then."""
+    generation = generate(open_engine(build("qwen3")))
+    assert len(list(generation)) == 8
+    with pytest.raises(UsageError, match="a generation is iterated once"):
+        iter(generation)
+    assert generation.finish_reason == "length" and generation.stats is not None
+
+
+NO_TOKENS = [torch.tensor([PROMPT]), torch.tensor(5), [3.7, 4.2], "abc", None, [[1, 2], [3]], [True, False], [2**70]]
+
+
+@pytest.mark.parametrize("tokens", NO_TOKENS, ids=[str(tokens)[:12] for tokens in NO_TOKENS])
+def test_what_is_no_list_of_whole_numbers_is_refused(build: Build, tokens: Any) -> None:
+    engine = open_clean(build("qwen3"))
+    sampler = Sampler(SamplingSettings(), 0)
+    request = BatchedRequest("a", tokens, engine.allocate_slot("a"))
+    assert "must be a list of whole numbers" in str(engine.batch_prefill([request])[0].error)
+    with pytest.raises(UsageError, match="token ids must be a list of whole numbers"):
+        engine.prefill(tokens)
+    with pytest.raises(UsageError, match="token ids must be a list of whole numbers"):
+        list(engine.generate(tokens, max_new_tokens=1, stop_ids=(), sampler=sampler))
+    assert is_empty(engine) and engine.prefill([3, 4]) is not None
 
 
 def test_a_generation_whose_slot_was_taken_stops_and_leaves_the_new_request_alone(build: Build) -> None:

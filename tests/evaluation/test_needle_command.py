@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,22 @@ def test_a_prompt_that_failed_has_no_score_and_the_exit_code_says_so() -> None:
     assert "2,048 tokens" in failed["error"]
     rows = [line.split() for line in done.stderr.splitlines()[-3:]]
     assert rows == [["depth", "700", "2,048"], ["50%", "100", "failed"], ["mean", "100", "failed"]]
+
+
+def test_scores_of_another_model_or_another_kind_are_refused(tmp_path: Path) -> None:
+    output, copy = tmp_path / "out.jsonl", tmp_path / "other"
+    flags = ["--lengths", "700", "--depths", "2", "--no-inputs", "--device", "cpu", "--output", str(output)]
+    shutil.copytree(resolve_checkpoint("demo"), copy)
+    assert _needle("--model", "demo", *flags).returncode == 0
+    before = output.read_bytes()
+    done = _needle("--model", str(copy), *flags)
+    assert (done.returncode, output.read_bytes()) == (2, before)
+    assert done.stderr == (
+        f"longgen: error: {output} line 1 has an answer of the model demo, and this run is of {copy}; give the "
+        "results of this model a place of their own, or --overwrite to replace those\n"
+    )
+    done = _needle("--model", "demo", *flags, "--kind", "magic")
+    assert (done.returncode, output.read_bytes()) == (2, before) and "answers to other prompts" in done.stderr
+    assert _needle("--model", str(copy), *flags, "--overwrite").returncode == 0
+    assert _needle("--model", f"{copy}/../{copy.name}", *flags).returncode == 0  # the same folder
+    assert {record["settings"]["model"] for record in _records(output.read_text("utf-8"))} == {str(copy)}

@@ -148,6 +148,27 @@ def test_all_threads_work_until_pieces_are_collected_and_while_somebody_waits_fo
     assert all(memory.numel() == 64 for memory in supply.collect(pieces))
 
 
+def test_nothing_is_begun_while_a_supply_is_quiet() -> None:
+    transfer = GatedTransfer()
+    supply = HostSupply(transfer, threads=3)
+    supply.prepare([64] * 40)
+    until(lambda: len(transfer.asked) == 3)
+    opener = threading.Timer(0.05, transfer.gate.set)
+    opener.start()
+    with supply.quiet():
+        begun = len(transfer.asked)
+        assert not workers() and 3 <= begun < 40  # what was at hand is done
+        (piece,) = supply.order([65])
+        supply.prepare([64] * 20)
+        assert [memory.numel() for memory in supply.collect([piece])] == [65]
+        assert not workers() and transfer.asked[begun:] == [65]
+    until(lambda: transfer.asked.count(64) == begun + 20)
+    with pytest.raises(ZeroDivisionError), supply.quiet():
+        supply.prepare([66])
+        print(1 / 0)
+    until(lambda: 66 in transfer.asked)
+
+
 def test_a_pass_waits_for_the_pieces_it_needs_and_for_no_others(small_pieces: None) -> None:
     transfer = GatedTransfer()
     transfer.gate.set()

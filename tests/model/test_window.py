@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CheckpointError, UsageError
 from longgen.model.checkpoint import read_config
-from longgen.model.rope import rotary_frequencies
-from longgen.model.window import choose_stretch, stretch_config
+from longgen.model.rope import original_window, rotary_frequencies, trained_window
+from longgen.model.window import choose_stretch, stretch_config, window_note
 from tests.checkpoints import Build, random_ids, reference_logits
 from tests.model.test_rope import text_config
 
@@ -86,6 +87,15 @@ def test_what_is_said_has_the_numbers() -> None:
     )
 
 
+def test_a_window_beyond_the_reach_of_its_own_yarn_is_noted() -> None:
+    assert window_note(windowed(4001, **YARN)) == (
+        "note: max_position_embeddings is 4,001 in config.json, and its YaRN, factor 4 of 1,000, reaches 4,000; 4,001 "
+        "is taken for the trained window"
+    )
+    assert all(window_note(windowed(window, **YARN)) is None for window in (1000, 4000))
+    assert window_note(windowed(4001)) is None
+
+
 def test_yarn_does_not_go_with_linear_scaling() -> None:
     config = windowed(1000, rope_type="linear", factor=2.0)
     for rope in ("auto", "yarn", "yarn:4"):
@@ -135,13 +145,17 @@ def logits_of_chunk(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
 
 def _with_yarn(folder: Path, tmp_path: Path) -> Path:
     """The same checkpoint, whose config says of YaRN what Qwen's documentation has people write."""
-    copied = tmp_path / "yarn"
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    return _copy_with(folder, tmp_path / "yarn", lambda text: text["rope_parameters"].update(yarn))
+
+
+def _copy_with(folder: Path, copied: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """The same checkpoint with a text config that `edit` has changed."""
     copied.mkdir()
     for file in folder.iterdir():
         (copied / file.name).symlink_to(file)
     raw = json.loads((folder / "config.json").read_text())
-    text = raw.get("text_config", raw)
-    text["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    edit(raw.get("text_config", raw))
     (copied / "config.json").unlink()
     (copied / "config.json").write_text(json.dumps(raw))
     return copied
@@ -185,6 +199,56 @@ def _without(*names: str) -> dict[str, Any]:
         ({"rope_parameters": FULL | {"factor": 0.5}}, "factor is 0.5 .* YaRN's must be 1 or more"),
         ({"rope_parameters": FULL | {"beta_fast": 1, "beta_slow": 32}}, "beta_fast is 1 .* above beta_slow, 32"),
         ({"rope_parameters": FULL | {"truncate": "no"}}, "truncate is 'no' .* true or false"),
+        ({"rope_parameters": FULL | {"type": "yran", "rope_type": "linear"}}, "names two types, linear and yran; give"),
+        ({"rope_parameters": FULL | {"type": "YARN", "rope_type": "default"}}, "names two types, YARN and default"),
+        ({"rope_parameters": FULL | {"rope_type": ["yarn"]}}, r"rope_type is \['yarn'\] .* it must be a string"),
+        ({"rope_parameters": FULL, "rope_scaling": {"type": "default"}}, "rope_scaling and rope_parameters .* differ"),
+        ({"rope_parameters": FULL, "rope_scaling": {"type": "linear", "factor": 2.0}}, "differ; keep one of them$"),
+        ({"rope_parameters": FULL, "rope_scaling": _without("rope_theta")}, "differ; keep one of them$"),
+        ({"rope_parameters": FULL, "original_max_position_embeddings": 128}, "is 64 in .*, and 128 beside it; keep"),
+        ({"rope": FULL}, "rope in config.json is not a setting; rotary settings go into rope_scaling or rope_param"),
+        ({"scaling": FULL}, "scaling in config.json is not a setting; rotary"),
+        ({"position": {"kind": "yarn"}}, "position in config.json is not a setting; rotary"),
+        ({"yarn_scaling": {"scale": 4}}, "yarn_scaling in config.json is not a setting; rotary"),
+        ({"RopeConfig": {"scale": 4}}, "RopeConfig in config.json is not a setting; rotary"),
+        ({"ROPE_SCALING": FULL}, "ROPE_SCALING in config.json is not a setting; did you mean rope_scaling"),
+        ({"rope_scalling": "yarn"}, "rope_scalling in config.json is not a setting; did you mean rope_scaling"),
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_type in config.json is not a setting; rotary"),
+        ({"rope_type": "yran"}, "rope_type in config.json is not a setting; rotary"),
+        ({"factor": 4.0, "original_max_position_embeddings": 64}, "factor in config.json is not a setting; rotary"),
+        *(
+            ({"rope_parameters": {"rope_theta": 1e4, name: value}}, f"{name} in .*rope_parameters is not a setting")
+            for name, value in (
+                ("ROPE_TYPE", "yarn"),
+                ("method", "yarn"),
+                ("rope", "YaRN"),
+                ("yarn", True),
+                ("yarn_factor", 4),
+                ("FACTOR", 4),
+            )
+        ),
+        *(
+            ({"rope_parameters": FULL | {name: value}}, f"{name} is .* it must be a")
+            for name, value in (
+                ("factor", 1e308),
+                ("factor", 10**400),
+                ("factor", True),
+                ("beta_fast", 1e308),
+                ("beta_slow", 1e-320),
+                ("attention_factor", "x"),
+                ("original_max_position_embeddings", 0.5),
+                ("original_max_position_embeddings", 0),
+                ("original_max_position_embeddings", 64.5),
+                ("original_max_position_embeddings", 1e300),
+            )
+        ),
+        (
+            {
+                "rope_parameters": _without("original_max_position_embeddings"),
+                "original_max_position_embeddings": "lots",
+            },
+            "original_max_position_embeddings is 'lots' .* it must be a whole number of tokens, 1",
+        ),
     ],
 )
 def test_yarn_that_is_misspelt_or_incomplete_is_refused(
@@ -202,8 +266,57 @@ def test_yarn_that_is_misspelt_or_incomplete_is_refused(
         {"rope_parameters": _without("original_max_position_embeddings"), "original_max_position_embeddings": 64},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "finetuned": True}},
         {"rope_parameters": {"rope_theta": 1e4, "type": "default", "mrope_section": [2, 1, 1]}},
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]}},
+        {
+            "rope_theta": 1e4,
+            "rope_scaling": None,
+            "use_mrope": False,
+            "properties": {"a": 1},
+            "_name_or_path": "a-yarn",
+        },
+        {"rope_theta": 1e4, "rope_scaling": {}, "rope_parameters": FULL, "use_yarn": False},
+        {"rope_theta": 1e4, "rope_scaling": _without("rope_theta"), "rope_parameters": FULL | {"factor": 4}},
+        {
+            "rope_theta": 1e4,
+            "dual_chunk_attention_config": {
+                "chunk_size": 262144,
+                "local_size": 8192,
+                "original_max_position_embeddings": 262144,
+                "sparse_attention_enabled": True,
+            },
+        },
     ],
 )
 def test_other_rotary_settings_are_taken(build: Build, tmp_path: Path, changes: dict[str, Any]) -> None:
     config = read_config(_edited(build("qwen3"), tmp_path, **changes))
     assert config.rope_parameters["rope_theta"] == 1e4
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_a_window_beside_the_settings_is_that_of_the_checks_and_of_the_angles(
+    build: Build, tmp_path: Path, kind: str
+) -> None:
+    folder = _copy_with(build(kind, max_position=256, head_dim=64), tmp_path / "beside", _window_beside)
+    config = read_config(folder)
+    assert (original_window(config), trained_window(config)) == (64, 256)
+    expected = rotary_frequencies(config)[0]
+    engine = Engine.load(folder, EngineOptions(device="cpu", dtype="float32", block_size=16, chunk_size=64))
+    loaded = engine.provider.config
+    assert (original_window(loaded), trained_window(loaded)) == (64, 256)
+    assert torch.equal(engine.provider.model.get_submodule("model").rotary_emb.inv_freq, expected)
+    parameters = dict(config.rope_parameters)
+    config.rope_parameters = parameters | {"original_max_position_embeddings": 256}
+    assert not torch.equal(rotary_frequencies(config)[0], expected)
+
+
+def _window_beside(text: dict[str, Any]) -> None:
+    text["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0}
+    text["original_max_position_embeddings"] = 64
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters", "rope_scalling", "yarn"])
+def test_rotary_settings_beside_a_text_config_are_refused(build: Build, tmp_path: Path, name: str) -> None:
+    raw = json.loads((build("qwen3_5") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {name: FULL}))
+    with pytest.raises(CheckpointError, match=f"^{name} in config.json (stands beside text_config|is not a setting)"):
+        read_config(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from longgen import opening
+from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError
 from longgen.kv.budget import DeviceBudget, HostBudget
 from longgen.kv.passes import Pass
 from longgen.kv.plan import Machine, MeasuredUse, MemoryPlan, Planner, PlanOptions
 from longgen.kv.predict import reference_rates
+from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import CpuTransfer
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider
 from longgen.model.shape import model_shape
 from longgen.opening import begin_host_memory, measure_use, meter_of, options_of, plan_again
 from longgen.planning import correction
+from longgen.preparation import refit
 from tests.checkpoints import Build, random_ids
 from tests.plan.machines import GIB
 from tests.plan.shapes import SMALL, machine
@@ -114,6 +121,50 @@ def test_a_chunk_of_the_planned_size_is_run_after_some_blocks_and_before_a_token
     assert use.step_seconds is not None and use.step_seconds > 0
     assert replace(use, step_seconds=None) == MeasuredUse(runtime=300, allocator=70, activations=5000)
     assert meter.settled == 2
+
+
+def test_nothing_is_made_while_a_step_is_timed(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host memory of the first request is on its way meanwhile, and goes on after it."""
+    supply = HostSupply(CpuTransfer(), threads=2)
+    real, timed = opening._step_seconds, []
+
+    def slowly(self: CpuTransfer, nbytes: int) -> torch.Tensor:
+        if nbytes == 64:
+            time.sleep(0.01)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def noted(*args: Any) -> float:
+        before = supply.prepared_bytes
+        seconds = real(*args)
+        timed.append((len(supply._workshop.threads), supply.prepared_bytes - before))
+        return seconds
+
+    monkeypatch.setattr(CpuTransfer, "allocate_host", slowly)
+    monkeypatch.setattr(opening, "_step_seconds", noted)
+    planner = tiny_planner(build("qwen3"), 900 << 20)
+    plan = planner.plan(250_000, 10)
+    with closing(supply):
+        supply.prepare([64] * 100_000)
+        meter = FakeMeter(plan.device.activations, plan.device.runtime)
+        plan_again(planner, plan, load(build("qwen3")), OPTIONS, meter, supply)
+        assert timed == [(0, 0)]
+        assert len(supply._workshop.threads) == 2
+
+
+def test_a_run_lets_its_supply_rest_while_it_measures(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, rested = tiny_planner(build("qwen3"), 900 << 20), []
+    plan = planner.plan(250_000, 10)
+
+    def measured(*args: Any) -> MeasuredUse:
+        rested.append(args[-1])
+        return MeasuredUse(plan.device.runtime, 0, plan.device.activations)
+
+    monkeypatch.setattr(opening, "measure_use", measured)
+    monkeypatch.setattr(opening, "meter_of", lambda *_: FakeMeter(1, 1))
+    monkeypatch.setattr("longgen.planning.hold_to", lambda *_: None)
+    with closing(HostSupply(CpuTransfer())) as supply:
+        refit(planner, plan, Settings(), supply, io.StringIO(), load(build("qwen3")), OPTIONS)
+        assert rested == [supply]
 
 
 def test_what_does_not_fit_after_all_is_one_error_with_numbers(build: Build) -> None:

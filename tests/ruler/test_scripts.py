@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,26 @@ def test_the_shell_script_makes_answers_and_scores_the_whole_table(tmp_path: Pat
         assert cell == {"score": round(100 * sum(found) / 8, 2), "samples": 2, "failed": 0}
     again = _script(*command)
     assert (again.returncode, again.stdout) == (0, done.stdout)
+    fewer = _script(SCRIPTS / "run_ruler.sh", "demo", "2K", "--samples", "1", *flags[2:])
+    cells = json.loads(fewer.stdout.splitlines()[-1])["tasks"]["niah_multiquery"]
+    assert fewer.returncode == 0 and {length: cell["samples"] for length, cell in cells.items()} == {"2048": 1}
+    shutil.copytree(ROOT / "longgen" / "data" / "demo", tmp_path / "other")
+    other = _script(SCRIPTS / "run_ruler.sh", tmp_path / "other", "2K", *flags)
+    assert (other.returncode, other.stdout) == (2, "")
+    assert "has an answer of the model demo, and this run is of" in other.stderr
+    assert len(_records(tmp_path / "data" / "2048" / "niah_multiquery.jsonl")) == 1  # data is left alone too
+
+
+def test_only_what_was_made_is_scored_and_has_to_be_there(tmp_path: Path) -> None:
+    right = {"outputs": ["1234567"], "pred": "1234567"}
+    _write(tmp_path / "4096" / "vt.jsonl", [{**right, "index": 0}, {**right, "index": 1, "pred": "no"}])
+    _write(tmp_path / "8192" / "vt.jsonl", [{**right, "index": 0}])
+    score = (sys.executable, SCRIPTS / "score_ruler.py", tmp_path, "--made")
+    done = _script(*score, json.dumps({"4096": {"vt": 1}}))
+    assert json.loads(done.stdout)["tasks"] == {"vt": {"4096": {"score": 100, "samples": 1, "failed": 0}}}
+    for made, message in (({"4096": {"vt": 3}}, "answers to 2 of 3 samples"), ({"1": {"vt": 1}}, "cannot be read")):
+        done = _script(*score, json.dumps(made))
+        assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
 
 
 def test_the_shell_script_explains_itself(tmp_path: Path) -> None:
