@@ -167,10 +167,9 @@ def test_without_a_trace_nothing_is_labelled(checkpoint: Path, monkeypatch: pyte
     monkeypatch.setattr("torch.profiler.record_function", fail)
     for trace in (None, Trace(CPU, chunks=1)):
         engine = Engine.load(checkpoint, small_options(), trace=trace)
-        engine.begin_request(0, 200)
         if trace is not None:
             monkeypatch.setattr(trace, "chunk", lambda left: None)
-        engine.extend([5] * 130)
+        engine.prefill([5] * 130, new_tokens=70)
         engine.decode_step(7)
     with traced(None, CPU, io.StringIO()) as nothing:
         assert nothing is None
