@@ -108,7 +108,7 @@ def test_what_was_recorded_of_a_run_that_fails_is_written(
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("longgen.engine.Engine.decode_step", fail)
+    monkeypatch.setattr("longgen.engine.Engine.decode_requests", fail)
     assert run(checkpoint, prompt, "--trace", str(trace)) == 130
     assert "trace of 2 chunks and 0 decode steps" in capfd.readouterr().err
     assert "attention of layer 0" in names(trace)
