@@ -53,7 +53,6 @@ def _run_texts(
 ) -> int:
     checkpoint = read_checkpoint(model, settings, phases)
     options = run_options(checkpoint, settings, err)
-    jobs = []
     with TokenizingProgress(sum(each.chars for each in requests), shown=options.progress, stream=err) as bar:
         jobs = [checkpoint.maker.make(request, bar.update) for request in requests]
     checkpoint.say_template(err)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, takewhile
@@ -19,6 +18,7 @@ from longgen.kv.extents import ExtentCutter
 from longgen.kv.plan import MeasuredUse, MemoryPlan, Planner
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
+from longgen.measure import timed
 from longgen.model.provider import Provider
 from longgen.shortage import shortage_reported
 
@@ -126,14 +126,8 @@ def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
     """Seconds of a decode step that reads no run: of the first of ids [n], after the others, all in the open block."""
     engine.prefill(ids[1:], new_tokens=1 + STEPS)
     engine.decode_step(int(ids[0]))
-    transfer, seconds = engine.store.transfer, []
-    for _ in range(STEPS):
-        transfer.drain()
-        started = time.perf_counter()
-        engine.decode_step(int(ids[0]))
-        transfer.drain()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    drain = engine.store.transfer.drain
+    return statistics.median(timed(lambda: engine.decode_step(int(ids[0])), drain) for _ in range(STEPS))
 
 
 def measure_use(

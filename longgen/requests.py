@@ -56,17 +56,6 @@ class Request:
         return hashlib.sha256(prompt.encode("ascii")).hexdigest()[:32]
 
 
-def read_requests(sources: Sequence[str], stdin: BinaryIO | None, errors: str = "strict") -> list[Request]:
-    """One request per source, in order. A source is the path of a text file, or "-" for `stdin` (None: closed).
-
-    errors: "strict", or "replace" to read U+FFFD in place of bytes that are no text.
-
-    Raises UsageError naming the source if it cannot be read, is empty or is not text, and if "-" is given twice.
-    """
-    check_standard_input(sources, stdin)
-    return [text_request(source, _read(source, stdin), errors) for source in sources]
-
-
 def check_standard_input(sources: Sequence[str], stdin: BinaryIO | None) -> None:
     """Raises UsageError if standard input is asked for and closed, or asked for twice."""
     if sources.count("-") > 1:
@@ -88,11 +77,6 @@ def reading(source: str) -> Iterator[None]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         problem = getattr(error, "strerror", None) or error
         raise UsageError(f"the prompt {shown_name(source)} cannot be read: {problem}") from None
-
-
-def _read(source: str, stdin: BinaryIO | None) -> bytes:
-    with reading(source):
-        return stdin.read() if source == "-" and stdin is not None else Path(source).read_bytes()
 
 
 def text_request(source: str, data: bytes, errors: str) -> Request:

@@ -123,18 +123,19 @@ def measured_apart(checkpoint: Path, text: bytes, check: float) -> dict[str, Any
 
 def measure(checkpoint: Path, path: Path, check: float) -> dict[str, Any]:
     """Seconds, tokens and memory of encoding a file as `longgen run --raw` does, and whether the ids are right."""
+    from longgen.benchmarking.measuring import peak_resident_bytes, resident_bytes
     from longgen.model.tokenizer import TextTokenizer
-    from longgen.requests import read_requests
+    from longgen.requests import text_request
 
     tokenizer = TextTokenizer.load(checkpoint)
     # Memory that loading has left over would hide what encoding takes.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before, started, computed = memory("VmRSS"), time.perf_counter(), time.process_time()
-    request = read_requests([str(path)], None)[0]
+    before, started, computed = resident_bytes(), time.perf_counter(), time.process_time()
+    request = text_request(str(path), path.read_bytes(), "strict")
     ids = tokenizer.encode(request.text, chat=False)
-    seconds, grown = time.perf_counter() - started, memory("VmHWM") - before
+    seconds, grown = time.perf_counter() - started, peak_resident_bytes() - before
     computed = time.process_time() - computed
     size = path.stat().st_size
     result: dict[str, Any] = {
@@ -150,14 +151,6 @@ def measure(checkpoint: Path, path: Path, check: float) -> dict[str, Any]:
         library = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
         result["same_ids"] = library(request.text)["input_ids"] == ids.tolist()
     return result
-
-
-def memory(name: str) -> int:
-    """Bytes of a memory figure of this process, as /proc names it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")
 
 
 def per_doubling(before: dict[str, Any] | None, row: dict[str, Any]) -> float | None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import errno
 import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from longgen.errors import UsageError
-from longgen.requests import Request, read_requests
+from longgen.records import RequestFiles
+from longgen.requests import Request
 
 NO_INPUT = io.BytesIO()
+
+
+def read_requests(sources: Sequence[str], stdin: BinaryIO | None, errors: str = "strict") -> list[Request]:
+    """The requests of text files, as a run reads them."""
+    return list(RequestFiles(sources, stdin, "text", errors))
 
 
 def test_a_file_is_read_exactly_as_it_is(tmp_path: Path) -> None:

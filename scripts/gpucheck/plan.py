@@ -251,7 +251,7 @@ def _first_prefill(planner: Planner, plan: MemoryPlan, folder: Path, settings: S
         lead, prompt = time.perf_counter() - started, random_prompt(plan.prompt)
         if begun == "before":
             engine.store.announce(0, plan.tokens)
-            engine.store._parts.host.grow(0, plan.tokens)
+            engine.store.grow(0, plan.tokens)
         prefill = seconds(lambda: engine.prefill(prompt, new_tokens=NEW_TOKENS), device)
     return {"tokens": plan.prompt, "begun": begun, "lead_s": lead, "prefill_s": prefill}
 

@@ -7,12 +7,12 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from longgen.benchmarking.measuring import resident_bytes
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError, LongGenError
 from longgen.evaluation.filler import noise, tales
@@ -83,13 +83,6 @@ FAILURES: tuple[Failure, ...] = (fail_in_the_model, give_up, drop, ask_for_what_
 def generate(engine: Engine, ids: list[int], stop_ids: frozenset[int]):  # type: ignore[no-untyped-def]
     sampler = Sampler(SamplingSettings(), seed=0)
     return engine.generate(ids, max_new_tokens=ANSWER, stop_ids=stop_ids, sampler=sampler)
-
-
-def resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmRSS")
 
 
 def left_over(engine: Engine) -> list[str]:
