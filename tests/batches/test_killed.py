@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from tests.batches.running import Command, batch, read_lines, run, start, untime
 
 RECORDS = 40
 KILLS = 25
+AGAIN = 21  # records to be done again where every other one had failed
 WORDS = "The quick brown fox jumps over the lazy dog "
 FLAGS = ("--max-new-tokens", "3", "--temperature", "0.8", "--max-len", "300")
 
 
-def forty(path: Path) -> Path:
-    """Forty records, of which two fail every time."""
+def forty(path: Path, failing: Sequence[int] = (7,)) -> Path:
+    """Forty records, of which those and number 22 fail every time."""
     records: list[dict[str, Any]] = [{"index": n, "prompt": WORDS * (n % 4 + 1) + str(n)} for n in range(RECORDS)]
-    records[7]["temperature"] = "hot"
+    for number in failing:
+        records[number]["temperature"] = "hot"
     records[22]["prompt"] = WORDS * 50  # more than --max-len
     return write_records(path, records)
 
@@ -53,16 +56,20 @@ def kill(command: Command, seconds: float, come: Callable[[], bool] = lambda: Tr
     command.process.join()
 
 
+def retried(out: Path) -> Path:
+    return Path(f"{out}.retried")
+
+
 def kill_at_random(command: Command, out: Path, chance: random.Random) -> None:
-    """Kills it while it loads, when it has so many lines, or when it puts in place what failed before."""
-    moment = chance.choice(("loading", "lines", "lines", "lines", "placing"))
-    if moment == "loading":
+    """Kills it while it loads, or when it has so many lines more, or done so many of the failed records again."""
+    if chance.random() < 0.2:
         kill(command, chance.uniform(0, 1))
-    elif moment == "lines":
+    elif lines_in(out) < RECORDS:
         count = lines_in(out) + chance.randint(1, RECORDS - 5)
         kill(command, chance.uniform(0, 0.03), lambda: lines_in(out) >= count)
     else:
-        kill(command, chance.uniform(0, 0.005), Path(f"{out}.retried").exists)
+        count = lines_in(retried(out)) + chance.randint(1, AGAIN)  # the last of them are about to be put in place
+        kill(command, chance.uniform(0, 0.005), lambda: lines_in(retried(out)) >= count)
 
 
 @pytest.mark.slow
@@ -72,19 +79,23 @@ def test_a_batch_that_is_killed_at_any_moment_is_resumed_to_the_same_file(tiny: 
     expected = untimed(whole)
     assert [line["index"] for line in expected] == list(range(RECORDS))
     assert [line["index"] for line in expected if line["error"]] == [7, 22]
-    chance, midst, placing = random.Random(0), 0, 0
+    failing, failed = forty(tmp_path / "failing.jsonl", range(1, RECORDS, 2)), tmp_path / "failed"
+    assert run(tmp_path / "run", *batch(tiny, failing, *FLAGS, "--output", str(failed))).code == 1
+    chance, midst, again = random.Random(0), 0, 0
     for number in range(KILLS):
         out = tmp_path / f"out{number}"
+        if number % 3 == 0:
+            shutil.copy(failed, out)
         arguments = batch(tiny, prompts, *FLAGS, "--output", str(out))
         for _ in range(chance.choice((1, 1, 2, 3))):
             kill_at_random(start(tmp_path / "killed", *arguments), out, chance)
             midst += 0 < lines_in(out) < RECORDS
-            placing += Path(f"{out}.retried").exists()
+            again += 0 < lines_in(retried(out)) < AGAIN
         done = run(tmp_path / "resumed", *arguments)
         assert done.code == 1, done.err
         assert untimed(out) == expected
         assert {path.name for path in tmp_path.glob("out*")} == {f"out{n}" for n in range(number + 1)}
-    assert midst and placing
+    assert midst and again
 
 
 @pytest.mark.slow
