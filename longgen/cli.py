@@ -137,6 +137,14 @@ def run(
     ] = None,
     stats: Annotated[bool | None, typer.Option(help="Print the figures of every request and of the run.")] = None,
     scrub: Annotated[bool | None, typer.Option(help="Overwrite a request's KV in memory when it ends.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Compile norms, rotary angles and MLPs; the first time takes a minute.")
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a Chrome trace of a prompt's last chunks and first tokens."),
+    ] = None,
+    trace_chunks: Annotated[str | None, typer.Option(metavar="N", help="Chunks in the trace. Default: 2.")] = None,
     prompt_format: Annotated[
         str | None,
         typer.Option(metavar="auto|text|jsonl", help="Of the prompts. Default: auto, JSONL where the name ends so."),
@@ -207,13 +215,17 @@ def plan(
     ] = None,
     chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
     resident_blocks: Annotated[str | None, typer.Option(metavar="N", help="Default: what fits.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Predict times of compiled norms, rotary angles and MLPs.")
+    ] = None,
     slots: Annotated[
         int, typer.Option(metavar="N", min=1, help="Requests of that length alive at once, each in a slot.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a request needs and how long it will take, without weights and without a GPU."""
-    names = ("max_new_tokens", "gpu_memory", "cpu_memory", "dtype", "block_size", "chunk_size", "resident_blocks")
+    sizes = ("block_size", "chunk_size", "resident_blocks")
+    names = ("max_new_tokens", "gpu_memory", "cpu_memory", "dtype", "compile", *sizes)
     given = locals()
     settings = load_settings(None, {name: given[name] for name in names})
 

@@ -29,6 +29,7 @@ from longgen.sampling import Sampler
 from longgen.shortage import shortage_reported
 from longgen.slot_manager import SlotManager
 from longgen.sparse.base import Phase, SparsePolicy
+from longgen.tracing import Trace, unlabelled
 from longgen.turns import Turns
 
 __all__ = ["BatchedRequest", "Engine", "EngineOptions", "Generation", "Snapshot", "StepResult", "TokenIds"]
@@ -64,9 +65,12 @@ class Engine:
         open_store: Callable[[StoreSizes], KVStore],
         sizes: StoreSizes,
         slot_tokens: int | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """Made by `load` or `over`. `slot_tokens`: see EngineOptions."""
         self.chunk_tokens = sizes.chunk_tokens
+        self._trace = trace
+        self._label = trace.label if trace else unlabelled
         self.slots = SlotManager(provider, open_store, sizes, slot_tokens)
         self._turns = Turns(provider.device)
 
@@ -93,12 +97,14 @@ class Engine:
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
         resize: Callable[[Provider, EngineOptions], EngineOptions] | None = None,
+        trace: Trace | None = None,
     ) -> Engine:
         """Loads a checkpoint folder and allocates the store's buffers.
 
         Args:
             supply: may have been making host memory for some time; None: it begins with the first request.
             resize: told of the loaded model, gives the options that hold for the buffers; None: `options`.
+            trace: told of every pass, to record some of them.
 
         Raises:
             UsageError: options that contradict each other or name a device that is not there.
@@ -110,8 +116,10 @@ class Engine:
         dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
             provider = Provider.load(folder, dtype=dtype, device=device, yarn_factor=options.yarn_factor)
+            if options.compile:
+                provider.compile((options.chunk_tokens(), 1))
             options = resize(provider, options) if resize else options
-            return cls.over(provider, options, policy, supply)
+            return cls.over(provider, options, policy, supply, trace)
 
     @classmethod
     def over(
@@ -120,6 +128,7 @@ class Engine:
         options: EngineOptions,
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
+        trace: Trace | None = None,
     ) -> Engine:
         """An engine over a model that is loaded already; its device and dtype hold, not those of `options`.
 
@@ -135,9 +144,16 @@ class Engine:
         kernels.prepare(provider.dtype, provider.head_dim, groups, provider.device, windowed=windowed)
         transfer = supply.transfer if supply else open_transfer(provider.device)
         open_store = partial(
-            KVStore, layout, transfer=transfer, kernels=kernels, policy=policy, supply=supply, scrub=options.scrub
+            KVStore,
+            layout,
+            transfer=transfer,
+            kernels=kernels,
+            policy=policy,
+            supply=supply,
+            scrub=options.scrub,
+            label=trace.label if trace else unlabelled,
         )
-        return cls(provider, open_store, options.store_sizes(), options.slot_tokens)
+        return cls(provider, open_store, options.store_sizes(), options.slot_tokens, trace)
 
     # One request
 
@@ -327,6 +343,8 @@ class Engine:
 
     def decode_requests(self, tickets: Sequence[Ticket], tokens: Sequence[int]) -> torch.Tensor:
         """`decode_slots` for requests that must still be in their slots; a failure in the pass ends them."""
+        if self._trace:
+            self._trace.step()
         return self._run(tickets, self.token_ids(tokens)[:, None], Phase.DECODE)
 
     def end_request(self, ticket: Ticket) -> RequestStats | None:
@@ -362,6 +380,8 @@ class Engine:
         transfer = self.store.transfer
         running: Event = None
         for start in range(0, len(ids), self.chunk_tokens):
+            if self._trace:
+                self._trace.chunk(-(-(len(ids) - start) // self.chunk_tokens))
             logits = self._run([ticket], ids[None, start : start + self.chunk_tokens], Phase.PREFILL)
             # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
             transfer.settle(running)
@@ -388,7 +408,11 @@ class Engine:
             with ended_on_failure(partial(self.slots.end, *tickets)):
                 doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
                 requests = [(slot_id, count) for slot_id in slot_ids]
-                with shortage_reported(doing, self.provider.device), self.store.begin(requests, phase) as pass_:
+                with (
+                    self._label(f"{phase.value}: {doing}"),
+                    shortage_reported(doing, self.provider.device),
+                    self.store.begin(requests, phase) as pass_,
+                ):
                     upload = self.store.transfer.upload
                     positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
                     logits = self.provider.forward(pass_, upload(ids), upload(positions))

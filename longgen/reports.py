@@ -50,7 +50,7 @@ def plan(
 
     Returns the exit code: 1 if a length does not fit. Raises LongGenError for a model or a machine that cannot be read.
     """
-    options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, slots)
+    options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, slots, settings.compile)
     if model is None:
         machine = this_machine(limits, _USUAL_HEAD)
         rows = reach(machine, limits, options, settings.max_new_tokens)
