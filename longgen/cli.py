@@ -270,9 +270,15 @@ def bench(
         str | None, typer.Option(metavar="LENGTH", help="Tokens in a block of the KV cache. Default: 1024.")
     ] = None,
     chunk_size: Annotated[str | None, typer.Option(metavar="LENGTH", help="Default: chosen.")] = None,
+    compile: Annotated[bool | None, typer.Option(help="As for run.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a Chrome trace of the end of the longest, run once more.")
+    ] = None,
+    trace_chunks: Annotated[str | None, typer.Option(metavar="N", help="Chunks in the trace. Default: 2.")] = None,
 ) -> None:
     """Measure prefill and decoding beside what the machine allows: a table, and one line of JSON."""
-    names = ("device", "dtype", "gpu_memory", "cpu_memory", "block_size", "chunk_size")
+    machine = ("device", "dtype", "gpu_memory", "cpu_memory")
+    names = (*machine, "block_size", "chunk_size", "compile", "trace", "trace_chunks")
     given = locals()
     settings = load_settings(None, {name: given[name] for name in names})
     if not lengths:

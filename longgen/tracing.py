@@ -7,6 +7,7 @@ as that of a short one, and shows the passes that read the most.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -43,7 +44,7 @@ def trace_path(text: str) -> Path:
 
 @contextmanager
 def traced(
-    path: Path | None, device: torch.device, err: TextIO, *, chunks: int = DEFAULT_CHUNKS
+    path: Path | None, device: torch.device, err: TextIO, *, chunks: int = DEFAULT_CHUNKS, armed: bool = True
 ) -> Iterator[Trace | None]:
     """A trace for the engine of a run, written to `path` at its end, also where it fails; None: no trace.
 
@@ -52,7 +53,7 @@ def traced(
     if path is None:
         yield None
         return
-    trace, failed = Trace(device, chunks=chunks), True
+    trace, failed = Trace(device, chunks=chunks, armed=armed), True
     try:
         yield trace
         failed = False
@@ -70,10 +71,12 @@ class Trace:
     """Records the last `chunks` chunks of the first prompt and up to STEPS decode steps after them, once.
 
     The engine says what is about to run; from the first of these passes to the last, torch's profiler is on.
+    A trace that is not armed records nothing: set `armed` before the prompt that is wanted.
     """
 
-    def __init__(self, device: torch.device, *, chunks: int = DEFAULT_CHUNKS) -> None:
-        self._device, self._wanted = device, chunks
+    def __init__(self, device: torch.device, *, chunks: int = DEFAULT_CHUNKS, armed: bool = True) -> None:
+        self.chunks, self.armed = chunks, armed
+        self._device = device
         self._profiler: Any = None
         self._recording = False
         self._chunks = self._steps = 0  # recorded
@@ -91,7 +94,7 @@ class Trace:
         """A chunk is about to run, of a prompt of which `left` are left with it."""
         if self._recording and left != self._left - 1:
             self.stop()  # the prompt after the one that is recorded
-        elif self._profiler is None and left <= self._wanted:
+        elif self._profiler is None and self.armed and left <= self.chunks:
             self._start()
         if self._recording:
             self._left, self._chunks = left, self._chunks + 1
@@ -115,7 +118,7 @@ class Trace:
             self.stop()
             if self._profiler is None:
                 path.write_text(json.dumps({"traceEvents": []}) + "\n", encoding="utf-8")
-                return f"the trace {path} is empty: the run ended before its last {self._wanted} chunks of a prompt"
+                return f"the trace {path} is empty: the run ended before its last {self.chunks} chunks of a prompt"
             path.unlink(missing_ok=True)
             self._profiler.export_chrome_trace(str(path))
             if not path.exists() or not path.stat().st_size:
@@ -127,6 +130,7 @@ class Trace:
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes its own lines to standard error
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

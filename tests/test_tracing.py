@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from longgen.errors import LongGenError, UsageError
 from longgen.model.tiny import make_checkpoint
 from longgen.tracing import STEPS, Trace, trace_path, traced, unlabelled
 from tests.engine.running import small_options
+from tests.traces import ranges
 
 CPU = torch.device("cpu")
 SMALL = (
@@ -47,14 +46,6 @@ def prompt(tmp_path: Path) -> Path:
     return path
 
 
-def names(path: Path) -> list[str]:
-    """Names of all ranges of a trace that the program itself made, in the order of time."""
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
-    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    ours = [event for event in events if event.get("cat") == "user_annotation"]
-    return [str(event["name"]) for event in sorted(ours, key=lambda event: event["ts"])]
-
-
 def run(checkpoint: Path, prompt: Path, *more: str) -> int:
     arguments = ["run", "--model", str(checkpoint), "--prompt", str(prompt), *SMALL, "--resident-blocks", "0", *more]
     return main(arguments)
@@ -70,7 +61,8 @@ def test_the_last_chunks_and_the_first_steps_are_recorded(
     err = capfd.readouterr().err
     tokens = int(re.search(r"([0-9,]+) prompt tokens", err)[1].replace(",", ""))  # type: ignore[index]
     starts = list(range(0, tokens, 64))[-chunks:]
-    passes = [name for name in names(trace) if ": running" in name]
+    assert all(line.startswith("longgen: ") for line in err.splitlines())
+    passes = [name for name in ranges(trace) if ": running" in name]
     expected = [f"prefill: running {min(64, tokens - start):,} tokens after {start:,}" for start in starts]
     expected += [f"decode: running 1 tokens after {tokens + step:,}" for step in range(STEPS)]
     assert passes == expected
@@ -80,7 +72,7 @@ def test_the_last_chunks_and_the_first_steps_are_recorded(
 def test_a_trace_names_attention_loads_offloads_and_merges(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
     assert run(checkpoint, prompt, "--trace", str(trace), "--max-new-tokens", "2") == 0
-    found = names(trace)
+    found = ranges(trace)
     for layer in range(3):
         assert f"attention of layer {layer}" in found
         for what in ("load", "offload"):
@@ -96,7 +88,7 @@ def test_only_the_first_prompt_is_recorded(
     short.write_text("a short text", encoding="utf-8")
     more = ("--prompt", str(short), "--trace", str(trace), "--max-new-tokens", "1")
     assert run(checkpoint, prompt, *more) == 0
-    assert len([name for name in names(trace) if ": running" in name]) == 2
+    assert len([name for name in ranges(trace) if ": running" in name]) == 2
     assert "trace of 2 chunks and 0 decode steps" in capfd.readouterr().err
 
 
@@ -111,7 +103,7 @@ def test_what_was_recorded_of_a_run_that_fails_is_written(
     monkeypatch.setattr("longgen.engine.Engine.decode_requests", fail)
     assert run(checkpoint, prompt, "--trace", str(trace)) == 130
     assert "trace of 2 chunks and 0 decode steps" in capfd.readouterr().err
-    assert "attention of layer 0" in names(trace)
+    assert "attention of layer 0" in ranges(trace)
 
 
 def test_a_run_that_ends_before_its_last_chunks_leaves_an_empty_trace(
@@ -124,7 +116,7 @@ def test_a_run_that_ends_before_its_last_chunks_leaves_an_empty_trace(
 
     monkeypatch.setattr("longgen.engine.Engine.load", fail)
     assert run(checkpoint, prompt, "--trace", str(trace)) == 1
-    assert names(trace) == []
+    assert ranges(trace) == []
     err = capfd.readouterr().err
     assert f"longgen: the trace {trace} is empty" in err and "longgen: error: no more of this" in err
 
@@ -186,4 +178,4 @@ def test_on_cuda_kernels_and_copies_are_recorded_by_stream(checkpoint: Path, pro
         for what in ("kernel", "gpu_memcpy")
     }
     assert streams["kernel"] and len(streams["gpu_memcpy"] - streams["kernel"]) >= 2  # loads and offloads
-    assert "attention of layer 0" in names(trace)
+    assert "attention of layer 0" in ranges(trace)
