@@ -39,11 +39,12 @@ TokenIds = Sequence[int] | torch.Tensor  # of a tensor: integers, one dimension
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where a request was: its length and recurrent states. Restoring it undoes everything after, as long as the
-    request is in its slot and was not cut below that length meanwhile."""
+    """Where a request was: its length, how often it had been cut, and recurrent states. Restoring it undoes everything
+    after, as long as the request is in its slot and was not cut below that length meanwhile."""
 
     ticket: Ticket
     length: int
+    cuts: int
     state: StateSnapshot
 
 
@@ -236,15 +237,20 @@ class Engine:
         """Marks where a slot is, for `restore`."""
         with self._turns.turn():
             ticket = self.slots.use(slot_id)
-            return Snapshot(ticket, self.store.length(slot_id), self.provider.snapshot(slot_id))
+            cuts = self.slots.allocator[slot_id].cuts.count
+            return Snapshot(ticket, self.store.length(slot_id), cuts, self.provider.snapshot(slot_id))
 
     def restore(self, snapshot: Snapshot, slot_id: int = 0) -> None:
-        """Cuts a slot back to where it was at `snapshot`. Raises SlotError if that was of another request."""
+        """Cuts a slot back to where it was at `snapshot`.
+
+        Raises SlotError if that was of another request, or if the slot was cut to less meanwhile.
+        """
         with self._turns.turn(), self.slots.naming(slot_id):
             if slot_id != snapshot.ticket.slot_id:
                 raise SlotError(f"a snapshot of slot {snapshot.ticket.slot_id} cannot be restored in slot {slot_id}")
             self.slots.check(snapshot.ticket)
-            self.store.truncate(slot_id, snapshot.length)
+            self.slots.check_kept(slot_id, snapshot.length, snapshot.cuts)
+            self.slots.cut(slot_id, snapshot.length)
             self.provider.restore(slot_id, snapshot.state)
 
     def truncate(self, length: int, slot_id: int = 0) -> None:
@@ -255,7 +261,7 @@ class Engine:
                     f"{self.slots.named(slot_id)} cannot be cut to {length} tokens: this model has recurrent layers, "
                     "whose state cannot be cut: take a snapshot and restore it"
                 )
-            self.store.truncate(slot_id, length)
+            self.slots.cut(slot_id, length)
             if length == 0:
                 self.provider.reset(slot_id)
 
