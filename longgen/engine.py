@@ -29,12 +29,11 @@ from longgen.sampling import Sampler
 from longgen.shortage import shortage_reported
 from longgen.slot_manager import SlotManager
 from longgen.sparse.base import Phase, SparsePolicy
+from longgen.token_ids import TokenIds, as_token_ids
 from longgen.tracing import Trace, unlabelled
 from longgen.turns import Turns
 
 __all__ = ["BatchedRequest", "Engine", "EngineOptions", "Generation", "Snapshot", "StepResult", "TokenIds"]
-
-TokenIds = Sequence[int] | torch.Tensor  # of a tensor: integers, one dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,27 +359,8 @@ class Engine:
         return stats
 
     def token_ids(self, tokens: TokenIds) -> torch.Tensor:
-        """Token ids as int64 [n].
-
-        Raises UsageError if there are none, if they are no list of whole numbers, or if the model does not know one.
-        """
-        try:
-            ids = torch.as_tensor(tokens)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise UsageError(f"token ids must be a list of whole numbers: {error}") from None
-        if not ids.numel():
-            raise UsageError("there are no tokens to run: an empty prompt has no answer")
-        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise UsageError(
-                f"token ids must be a list of whole numbers, not {str(ids.dtype).removeprefix('torch.')} of shape "
-                f"{list(ids.shape)}"
-            )
-        ids = ids.to("cpu", torch.int64)
-        low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= self.provider.vocab_size:
-            wrong = low if low < 0 else high
-            raise UsageError(f"token id {wrong} is not in the model's vocabulary of {self.provider.vocab_size:,}")
-        return ids
+        """Token ids as int64 [n]; see `as_token_ids`."""
+        return as_token_ids(tokens, self.provider.vocab_size)
 
     def _extend(self, ids: torch.Tensor, ticket: Ticket, on_chunk: Callable[[int], None] | None) -> torch.Tensor:
         transfer = self.store.transfer
