@@ -17,9 +17,9 @@ import longgen
 from longgen.config import Settings, load_settings, parse_length, show_settings
 from longgen.errors import LongGenError, OutputError, UsageError
 from longgen.evaluation.haystack import Kind
-from longgen.interrupts import EXIT_INTERRUPTED, INTERRUPTED, raise_interrupts, was_interrupted
-from longgen.records import open_prompts
-from longgen.startup import import_libraries
+from longgen.run.interrupts import EXIT_INTERRUPTED, INTERRUPTED, raise_interrupts, was_interrupted
+from longgen.run.records import open_prompts
+from longgen.run.startup import import_libraries
 
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
@@ -179,7 +179,7 @@ def run(
         requests, settings = open_prompts(prompt, sys.stdin.buffer if sys.stdin else None, settings)
         import_libraries()
 
-        from longgen import batch
+        from longgen.run import batch
 
         raise_interrupts()
         raise typer.Exit(batch.run(model, requests, settings, sys.stdout.buffer, sys.stderr))
@@ -229,7 +229,7 @@ def plan(
     given = locals()
     settings = load_settings(None, {name: given[name] for name in names})
 
-    from longgen import reports
+    from longgen.planning import reports
 
     lengths = [parse_length(text) for text in max_len.split(",")] if max_len else []
     limits = reports.limits_of(settings, h2d_gbps, tflops)
@@ -299,7 +299,7 @@ def bench(
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has, what is missing, and what each means."""
-    from longgen import doctor as examination
+    from longgen.planning import doctor as examination
 
     with _stopping():
         examination.report(as_json, sys.stdout)

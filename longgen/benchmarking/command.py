@@ -22,15 +22,15 @@ from longgen.benchmarking.tables import table_lines
 from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError, UsageError
-from longgen.facts import machine_facts, versions
 from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import make_current, open_transfer
 from longgen.model.provider import Provider
 from longgen.model.quiet import quiet_transformers
-from longgen.opening import meter_of, options_of, plan_again
-from longgen.planning import Limits, device_rates, hold_to, run_machine, summary
-from longgen.preparation import engine_options
+from longgen.planning.facts import machine_facts, versions
+from longgen.planning.opening import meter_of, options_of, plan_again
+from longgen.planning.plans import Limits, device_rates, hold_to, run_machine, summary
+from longgen.run.preparation import engine_options
 from longgen.tracing import trace_path, traced
 
 LONG_TOKENS = 512 << 10  # from here on one run is enough, and takes long enough

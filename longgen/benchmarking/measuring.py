@@ -10,7 +10,7 @@ import torch
 
 from longgen.engine import Engine
 from longgen.kv.counters import Counters
-from longgen.measure import measure_loads, timed
+from longgen.planning.measure import measure_loads, timed
 from longgen.tracing import STEPS, Trace
 
 WARM_UP_CHUNKS, WARM_UP_STEPS = 3, 2

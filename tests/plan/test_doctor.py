@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longgen.cli import main
-from longgen.doctor import copies_finding, examine, merge_finding, pinned_finding
-from longgen.measure import CopyRates
+from longgen.planning.doctor import copies_finding, examine, merge_finding, pinned_finding
+from longgen.planning.measure import CopyRates
 
 
 @pytest.fixture

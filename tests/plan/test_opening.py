@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from longgen import opening
 from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError
@@ -25,9 +24,10 @@ from longgen.kv.transfer import CpuTransfer
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider
 from longgen.model.shape import model_shape
-from longgen.opening import begin_host_memory, measure_use, meter_of, options_of, plan_again
-from longgen.planning import correction
-from longgen.preparation import refit
+from longgen.planning import opening
+from longgen.planning.opening import begin_host_memory, measure_use, meter_of, options_of, plan_again
+from longgen.planning.plans import correction
+from longgen.run.preparation import refit
 from tests.checkpoints import Build, random_ids
 from tests.plan.machines import GIB
 from tests.plan.shapes import SMALL, machine
@@ -161,7 +161,7 @@ def test_a_run_lets_its_supply_rest_while_it_measures(build: Build, monkeypatch:
 
     monkeypatch.setattr(opening, "measure_use", measured)
     monkeypatch.setattr(opening, "meter_of", lambda *_: FakeMeter(1, 1))
-    monkeypatch.setattr("longgen.planning.hold_to", lambda *_: None)
+    monkeypatch.setattr("longgen.planning.plans.hold_to", lambda *_: None)
     with closing(HostSupply(CpuTransfer())) as supply:
         refit(planner, plan, Settings(), supply, io.StringIO(), load(build("qwen3")), OPTIONS)
         assert rested == [supply]

@@ -18,7 +18,7 @@ from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
 from longgen.model_shape import ModelShape
-from longgen.planning import correction
+from longgen.planning.plans import correction
 from tests.plan.machines import GIB
 from tests.plan.shapes import SEVEN, SLIDING, SMALL, machine
 

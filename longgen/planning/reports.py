@@ -9,7 +9,7 @@ from typing import TextIO
 from longgen.config import Settings
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.plan import MemoryPlan, PlanOptions
-from longgen.planning import (
+from longgen.planning.plans import (
     Limits,
     as_json,
     find_shape,

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from longgen.answering import RunOptions
 from longgen.config import Settings
-from longgen.jobs import JobMaker
 from longgen.names import checkpoint_name
-from longgen.phases import Phases
+from longgen.run.answering import RunOptions
+from longgen.run.jobs import JobMaker
+from longgen.run.phases import Phases
 from longgen.tracing import trace_path, traced
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Checkpoint:
 
 def read_checkpoint(model: str, settings: Settings, phases: Phases) -> Checkpoint:
     """Finds and checks a checkpoint, after the phase "import". Raises UsageError or CheckpointError."""
-    import longgen.opening  # noqa: F401 -- needed later in any case
+    import longgen.planning.opening  # noqa: F401 -- needed later in any case
     from longgen.model.checkpoint import check_folder, resolve_checkpoint
     from longgen.model.rope import trained_window
     from longgen.model.tokenizer import TextTokenizer, generation_settings
@@ -119,7 +119,7 @@ def make_planner(checkpoint: Checkpoint, settings: Settings) -> Planner:
     from longgen.kv.plan import Planner, PlanOptions
     from longgen.kv.transfer import make_current
     from longgen.model.shape import model_shape
-    from longgen.planning import Limits, run_machine
+    from longgen.planning.plans import Limits, run_machine
 
     options = engine_options(settings)
     device = options.torch_device()
@@ -152,8 +152,8 @@ def opened(
     """
     from longgen.engine import Engine
     from longgen.model.recurrence import slow_recurrence_note
-    from longgen.opening import begin_host_memory, options_of
-    from longgen.planning import hold_to, rated_planner, summary
+    from longgen.planning.opening import begin_host_memory, options_of
+    from longgen.planning.plans import hold_to, rated_planner, summary
 
     options = replace(engine_options(settings), yarn_factor=stretch.factor)
     device, longest = options.torch_device(), max(sizes, key=sum)
@@ -191,8 +191,8 @@ def refit(
 
     Raises CapacityError if it does not fit after all.
     """
-    from longgen.opening import meter_of, options_of, plan_again
-    from longgen.planning import correction, hold_to
+    from longgen.planning.opening import meter_of, options_of, plan_again
+    from longgen.planning.plans import correction, hold_to
 
     final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan), supply)
     if line := correction(plan, final):

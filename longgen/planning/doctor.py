@@ -15,10 +15,10 @@ import torch
 
 from longgen.attention.backends import default_kernels
 from longgen.attention.kernels import CallKind, Rows
-from longgen.facts import driver_version, package_version
 from longgen.kv.budget import cgroup_limits, host_budget, locked_memory_limit
 from longgen.kv.transfer import open_transfer
-from longgen.measure import CopyRates, measure_copies
+from longgen.planning.facts import driver_version, package_version
+from longgen.planning.measure import CopyRates, measure_copies
 from longgen.units import show_bytes
 
 HEAD_DIMS = (128, 256)  # of the models there are
