@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from longgen.kv.transfer import open_transfer
-from longgen.measure import measure_backends, measure_copies, measure_matmul, measure_memory
 from longgen.model_shape import ModelShape
+from longgen.planning.measure import measure_backends, measure_copies, measure_matmul, measure_memory
 
 
 @dataclass(frozen=True, slots=True)

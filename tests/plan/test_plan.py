@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
 from longgen.model_shape import ModelShape
-from longgen.planning import correction
+from longgen.planning.plans import correction
 from tests.plan.machines import GIB
 from tests.plan.shapes import SEVEN, SLIDING, SMALL, machine
 
 
-def plan(shape: ModelShape, gpu: float | None, prompt: int, new: int = 256, **options: int) -> MemoryPlan:
+def plan(shape: ModelShape, gpu: float | None, prompt: int, new: int = 256, **options: Any) -> MemoryPlan:
     return Planner(shape, machine(gpu), PlanOptions(**options)).plan(prompt, new)
 
 
@@ -180,7 +181,7 @@ def test_on_the_cpu_everything_is_one_memory_and_nothing_is_resident() -> None:
         Planner(SMALL, machine(None, 8, shared=True)).plan(65_536, 256)
 
 
-def one_line(shape: ModelShape, gpu: float | None, host: float, prompt: int, **options: int) -> str:
+def one_line(shape: ModelShape, gpu: float | None, host: float, prompt: int, **options: Any) -> str:
     with pytest.raises(CapacityError) as caught:
         Planner(shape, machine(gpu, host), PlanOptions(**options)).plan(prompt, 256)
     assert "\n" not in str(caught.value)
@@ -244,7 +245,7 @@ def test_amounts_that_look_alike_are_told_apart() -> None:
 
 
 def test_a_device_that_holds_shorter_prompts_is_refused_with_the_longest() -> None:
-    options = {"resident_blocks": 1 << 20}
+    options: dict[str, Any] = {"resident_blocks": 1 << 20}
     text = one_line(SMALL, 8, 120, 524_288, **options)
     assert re.search(
         r"small with 524,544 tokens needs .* GiB of GPU memory at least .*, 56\.1 GiB resident blocks\)", text
