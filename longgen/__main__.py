@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from longgen.interrupts import EXIT_INTERRUPTED, Interrupts
+from longgen.run.interrupts import EXIT_INTERRUPTED, Interrupts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

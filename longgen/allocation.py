@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from longgen.cuts import Cuts
 from longgen.errors import SlotError, UsageError
 
 RequestId = str | int  # never an object's id(): Python gives that to the next object
@@ -34,11 +35,13 @@ class Place:
         owner: the request it is allocated to; None: free.
         last_owner: the one before, for messages.
         ticket: of the request in it; None: nothing ran in it since it was last emptied.
+        cuts: of that request.
     """
 
     owner: RequestId | None = None
     last_owner: RequestId | None = None
     ticket: Ticket | None = None
+    cuts: Cuts = field(default_factory=Cuts)
 
 
 class SlotAllocator:

@@ -17,7 +17,8 @@ from longgen.metrics import RequestStats
 from longgen.sampling import Sampler, SamplingSettings, record_seed
 
 if TYPE_CHECKING:
-    from longgen.engine import Engine, TokenIds
+    from longgen.engine import Engine
+    from longgen.token_ids import TokenIds
 
 
 @dataclass(slots=True, eq=False)

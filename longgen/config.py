@@ -63,6 +63,9 @@ class Settings:
     stop: strings that end a text; None is none.
     stats: whether to print the figures of every request and of the run.
     scrub: whether to overwrite a request's KV in host memory when it ends.
+    compile: whether norms, rotary angles and MLPs are compiled.
+    trace: file for a Chrome trace of part of the run; None: no trace.
+    trace_chunks: how many of a prompt's last chunks are in it.
     prompt_format: "auto" (JSONL where the name says so), "text" or "jsonl".
     output: path of a file for the results; None is standard output.
     output_format: "jsonl" or "openai", a result in a line; None is plain text for text prompts.
@@ -95,6 +98,9 @@ class Settings:
     stop: tuple[str, ...] | None = None
     stats: bool = False
     scrub: bool = False
+    compile: bool = False
+    trace: str | None = None
+    trace_chunks: int = 2
     prompt_format: str = "auto"
     output: str | None = None
     output_format: str | None = None
@@ -133,8 +139,9 @@ def show_settings(settings: Settings) -> str:
     for name in ("gpu_memory", "cpu_memory"):
         if values[name] is not None:
             values[name] = write_bytes_or_fraction(values[name])
-    if settings.output is not None:
-        values["output"] = _quoted(settings.output)
+    for name in ("output", "trace"):
+        if values[name] is not None:
+            values[name] = _quoted(values[name])
     return "".join(f"{name}: {_written(value)}\n" for name, value in values.items())
 
 
@@ -202,6 +209,12 @@ def _whole(text: str) -> int:
     if _WHOLE.fullmatch(text) and int(text) < 2**63:
         return int(text)
     raise UsageError(f"{text!r} is not allowed; it must be a whole number, 0 or more")
+
+
+def _at_least_one(text: str) -> int:
+    if (value := _whole(text)) > 0:
+        return value
+    raise UsageError("0 is not allowed; it must be 1 or more")
 
 
 def _number(text: str) -> float:
@@ -288,6 +301,9 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "stop": _stop_strings,
         "stats": _switch,
         "scrub": _switch,
+        "compile": _switch,
+        "trace": _path,
+        "trace_chunks": _at_least_one,
         "prompt_format": _word("auto", "text", "jsonl"),
         "output": _path,
         "output_format": _word("jsonl", "openai"),

@@ -29,20 +29,21 @@ from longgen.sampling import Sampler
 from longgen.shortage import shortage_reported
 from longgen.slot_manager import SlotManager
 from longgen.sparse.base import Phase, SparsePolicy
+from longgen.token_ids import TokenIds, as_token_ids
+from longgen.tracing import Trace, unlabelled
 from longgen.turns import Turns
 
 __all__ = ["BatchedRequest", "Engine", "EngineOptions", "Generation", "Snapshot", "StepResult", "TokenIds"]
 
-TokenIds = Sequence[int] | torch.Tensor  # of a tensor: integers, one dimension
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where a request was: its length and recurrent states. Restoring it undoes everything after, as long as the
-    request is in its slot and was not cut below that length meanwhile."""
+    """Where a request was: its length, how often it had been cut, and recurrent states. Restoring it undoes everything
+    after, as long as the request is in its slot and was not cut below that length meanwhile."""
 
     ticket: Ticket
     length: int
+    cuts: int
     state: StateSnapshot
 
 
@@ -64,9 +65,12 @@ class Engine:
         open_store: Callable[[StoreSizes], KVStore],
         sizes: StoreSizes,
         slot_tokens: int | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """Made by `load` or `over`. `slot_tokens`: see EngineOptions."""
         self.chunk_tokens = sizes.chunk_tokens
+        self._trace = trace
+        self._label = trace.label if trace else unlabelled
         self.slots = SlotManager(provider, open_store, sizes, slot_tokens)
         self._turns = Turns(provider.device)
 
@@ -93,12 +97,14 @@ class Engine:
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
         resize: Callable[[Provider, EngineOptions], EngineOptions] | None = None,
+        trace: Trace | None = None,
     ) -> Engine:
         """Loads a checkpoint folder and allocates the store's buffers.
 
         Args:
             supply: may have been making host memory for some time; None: it begins with the first request.
             resize: told of the loaded model, gives the options that hold for the buffers; None: `options`.
+            trace: told of every pass, to record some of them.
 
         Raises:
             UsageError: options that contradict each other or name a device that is not there.
@@ -110,8 +116,10 @@ class Engine:
         dtype = None if options.dtype == "auto" else options.torch_dtype()
         with shortage_reported("loading the model", device):
             provider = Provider.load(folder, dtype=dtype, device=device, yarn_factor=options.yarn_factor)
+            if options.compile:
+                provider.compile((options.chunk_tokens(), 1))
             options = resize(provider, options) if resize else options
-            return cls.over(provider, options, policy, supply)
+            return cls.over(provider, options, policy, supply, trace)
 
     @classmethod
     def over(
@@ -120,6 +128,7 @@ class Engine:
         options: EngineOptions,
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
+        trace: Trace | None = None,
     ) -> Engine:
         """An engine over a model that is loaded already; its device and dtype hold, not those of `options`.
 
@@ -135,9 +144,16 @@ class Engine:
         kernels.prepare(provider.dtype, provider.head_dim, groups, provider.device, windowed=windowed)
         transfer = supply.transfer if supply else open_transfer(provider.device)
         open_store = partial(
-            KVStore, layout, transfer=transfer, kernels=kernels, policy=policy, supply=supply, scrub=options.scrub
+            KVStore,
+            layout,
+            transfer=transfer,
+            kernels=kernels,
+            policy=policy,
+            supply=supply,
+            scrub=options.scrub,
+            label=trace.label if trace else unlabelled,
         )
-        return cls(provider, open_store, options.store_sizes(), options.slot_tokens)
+        return cls(provider, open_store, options.store_sizes(), options.slot_tokens, trace)
 
     # One request
 
@@ -220,15 +236,20 @@ class Engine:
         """Marks where a slot is, for `restore`."""
         with self._turns.turn():
             ticket = self.slots.use(slot_id)
-            return Snapshot(ticket, self.store.length(slot_id), self.provider.snapshot(slot_id))
+            cuts = self.slots.allocator[slot_id].cuts.count
+            return Snapshot(ticket, self.store.length(slot_id), cuts, self.provider.snapshot(slot_id))
 
     def restore(self, snapshot: Snapshot, slot_id: int = 0) -> None:
-        """Cuts a slot back to where it was at `snapshot`. Raises SlotError if that was of another request."""
+        """Cuts a slot back to where it was at `snapshot`.
+
+        Raises SlotError if that was of another request, or if the slot was cut to less meanwhile.
+        """
         with self._turns.turn(), self.slots.naming(slot_id):
             if slot_id != snapshot.ticket.slot_id:
                 raise SlotError(f"a snapshot of slot {snapshot.ticket.slot_id} cannot be restored in slot {slot_id}")
             self.slots.check(snapshot.ticket)
-            self.store.truncate(slot_id, snapshot.length)
+            self.slots.check_kept(slot_id, snapshot.length, snapshot.cuts)
+            self.slots.cut(slot_id, snapshot.length)
             self.provider.restore(slot_id, snapshot.state)
 
     def truncate(self, length: int, slot_id: int = 0) -> None:
@@ -239,7 +260,7 @@ class Engine:
                     f"{self.slots.named(slot_id)} cannot be cut to {length} tokens: this model has recurrent layers, "
                     "whose state cannot be cut: take a snapshot and restore it"
                 )
-            self.store.truncate(slot_id, length)
+            self.slots.cut(slot_id, length)
             if length == 0:
                 self.provider.reset(slot_id)
 
@@ -327,6 +348,8 @@ class Engine:
 
     def decode_requests(self, tickets: Sequence[Ticket], tokens: Sequence[int]) -> torch.Tensor:
         """`decode_slots` for requests that must still be in their slots; a failure in the pass ends them."""
+        if self._trace:
+            self._trace.step()
         return self._run(tickets, self.token_ids(tokens)[:, None], Phase.DECODE)
 
     def end_request(self, ticket: Ticket) -> RequestStats | None:
@@ -336,32 +359,15 @@ class Engine:
         return stats
 
     def token_ids(self, tokens: TokenIds) -> torch.Tensor:
-        """Token ids as int64 [n].
-
-        Raises UsageError if there are none, if they are no list of whole numbers, or if the model does not know one.
-        """
-        try:
-            ids = torch.as_tensor(tokens)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise UsageError(f"token ids must be a list of whole numbers: {error}") from None
-        if not ids.numel():
-            raise UsageError("there are no tokens to run: an empty prompt has no answer")
-        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise UsageError(
-                f"token ids must be a list of whole numbers, not {str(ids.dtype).removeprefix('torch.')} of shape "
-                f"{list(ids.shape)}"
-            )
-        ids = ids.to("cpu", torch.int64)
-        low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= self.provider.vocab_size:
-            wrong = low if low < 0 else high
-            raise UsageError(f"token id {wrong} is not in the model's vocabulary of {self.provider.vocab_size:,}")
-        return ids
+        """Token ids as int64 [n]; see `as_token_ids`."""
+        return as_token_ids(tokens, self.provider.vocab_size)
 
     def _extend(self, ids: torch.Tensor, ticket: Ticket, on_chunk: Callable[[int], None] | None) -> torch.Tensor:
         transfer = self.store.transfer
         running: Event = None
         for start in range(0, len(ids), self.chunk_tokens):
+            if self._trace:
+                self._trace.chunk(-(-(len(ids) - start) // self.chunk_tokens))
             logits = self._run([ticket], ids[None, start : start + self.chunk_tokens], Phase.PREFILL)
             # The host stays one chunk ahead of the device: enough to keep it busy, and the progress told is true.
             transfer.settle(running)
@@ -388,7 +394,11 @@ class Engine:
             with ended_on_failure(partial(self.slots.end, *tickets)):
                 doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
                 requests = [(slot_id, count) for slot_id in slot_ids]
-                with shortage_reported(doing, self.provider.device), self.store.begin(requests, phase) as pass_:
+                with (
+                    self._label(f"{phase.value}: {doing}"),
+                    shortage_reported(doing, self.provider.device),
+                    self.store.begin(requests, phase) as pass_,
+                ):
                     upload = self.store.transfer.upload
                     positions = torch.tensor(pass_.lengths)[:, None] + torch.arange(count)
                     logits = self.provider.forward(pass_, upload(ids), upload(positions))

@@ -11,7 +11,8 @@ from longgen.metrics import RequestStats
 from longgen.sampling import Sampler
 
 if TYPE_CHECKING:
-    from longgen.engine import Engine, TokenIds
+    from longgen.engine import Engine
+    from longgen.token_ids import TokenIds
 
 
 class Generation:

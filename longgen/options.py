@@ -28,6 +28,7 @@ class EngineOptions:
         slots: requests alive at once.
         yarn_factor: how far YaRN stretches the trained window; None leaves that to the checkpoint.
         slot_tokens: tokens that each slot was planned for, prompt and answer; more are refused. None: no such limit.
+        compile: whether norms, rotary angles and MLPs are compiled for full chunks and single tokens.
         scrub: whether a reset also overwrites host blocks and the buffers that all slots share.
     """
 
@@ -42,6 +43,7 @@ class EngineOptions:
     slots: int = 1
     yarn_factor: float | None = None
     slot_tokens: int | None = None
+    compile: bool = False
     scrub: bool = False
 
     def chunk_tokens(self) -> int:

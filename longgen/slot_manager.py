@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from longgen.allocation import RequestId, SlotAllocator, Ticket
+from longgen.cuts import Cuts
 from longgen.ends import do_all
 from longgen.errors import SlotError
 from longgen.kv.sizes import StoreSizes
@@ -147,6 +148,22 @@ class SlotManager:
             self._check_filled(slot_id)
         return [self.use(slot_id) for slot_id in slot_ids]
 
+    def cut(self, slot_id: int, length: int) -> None:
+        """Cuts the KV of a slot to its first `length` tokens."""
+        before = self.length(slot_id)
+        self.store.truncate(slot_id, length)
+        if length < before:
+            self.allocator[slot_id].cuts.add(length)
+
+    def check_kept(self, slot_id: int, length: int, cuts: int) -> None:
+        """Raises SlotError if the first `length` tokens of a slot are not those it held after so many cuts."""
+        least = self.allocator[slot_id].cuts.least_since(cuts)
+        if least is not None and least < length:
+            raise SlotError(
+                f"the snapshot of {self.named(slot_id)} at {length:,} tokens is void: the slot was cut to {least:,} "
+                "since then"
+            )
+
     def seen(self, ticket: Ticket) -> None:
         """The host has what the request's last pass gave."""
         if self.holds(ticket):
@@ -162,7 +179,7 @@ class SlotManager:
         All of it is tried, whatever fails; the next request in the slot begins with it again.
         """
         place = self.allocator[slot_id]
-        place.ticket = None
+        place.ticket, place.cuts = None, Cuts()
         do_all(
             partial(self.observer.ended, slot_id),
             partial(self.store.reset, slot_id),

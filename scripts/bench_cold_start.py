@@ -27,9 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 from longgen.errors import LongGenError, UsageError
-from longgen.facts import machine_facts, versions
 from longgen.model.checkpoint import resolve_checkpoint
 from longgen.options import EngineOptions
+from longgen.planning.facts import machine_facts, versions
 
 PROMPT = "Hello, who are you?\n"
 IMPORTS = "import torch, transformers"

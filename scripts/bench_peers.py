@@ -37,13 +37,13 @@ from longgen.benchmarking.subject import Subject
 from longgen.benchmarking.tables import table_lines
 from longgen.config import Settings, load_settings, parse_length
 from longgen.errors import LongGenError, UsageError
-from longgen.facts import machine_facts, versions
 from longgen.kv.transfer import make_current
 from longgen.model.from_shape import random_provider, text_config
 from longgen.model.provider import Provider
 from longgen.model_shape import ModelShape
 from longgen.options import EngineOptions
-from longgen.planning import find_shape
+from longgen.planning.facts import machine_facts, versions
+from longgen.planning.plans import find_shape
 
 PEERS = (("dynamic", "all"), ("offloaded", "none"))  # a cache of transformers, and longgen's residency it stands beside
 MEASURED = ("pin_s", "prefill_s", "decode_ms", "device_peak_bytes")

@@ -34,7 +34,7 @@ from longgen.engine import Engine, EngineOptions
 from longgen.errors import LongGenError
 from longgen.model.checkpoint import read_config, resolve_checkpoint
 from longgen.model.tokenizer import TextTokenizer
-from longgen.progress import PrefillProgress
+from longgen.run.progress import PrefillProgress
 from longgen.sampling import Sampler, SamplingSettings
 
 ANSWER_TOKENS = 24

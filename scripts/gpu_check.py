@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or
 
 import torch
 import transformers
-from gpucheck import backends, memory, plan, sanitizer, slots, speed, suite
+from gpucheck import backends, memory, merge, plan, sanitizer, slots, speed, suite
 from gpucheck.report import Result, Settings, say, table
 
 from longgen.errors import UsageError
@@ -37,6 +37,7 @@ SECTIONS: MappingProxyType[str, Callable[[Settings], Result]] = MappingProxyType
         "tests": suite.run_tests,
         "stress": suite.run_stress,
         "backends": backends.run,
+        "merge": merge.run,
         "memory": memory.run,
         "plan": plan.run,
         "speed": speed.run,

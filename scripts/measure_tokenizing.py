@@ -125,7 +125,7 @@ def measure(checkpoint: Path, path: Path, check: float) -> dict[str, Any]:
     """Seconds, tokens and memory of encoding a file as `longgen run --raw` does, and whether the ids are right."""
     from longgen.benchmarking.measuring import peak_resident_bytes, resident_bytes
     from longgen.model.tokenizer import TextTokenizer
-    from longgen.requests import text_request
+    from longgen.run.requests import text_request
 
     tokenizer = TextTokenizer.load(checkpoint)
     # Memory that loading has left over would hide what encoding takes.

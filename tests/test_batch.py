@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from longgen import batch
-from longgen.answering import RunOptions
 from longgen.errors import CapacityError, CheckpointError, OutputError, UsageError
-from longgen.jobs import AnswerSettings, Job, check_length, check_vocabulary
-from longgen.requests import Request
+from longgen.run import batch
+from longgen.run.answering import RunOptions
+from longgen.run.jobs import AnswerSettings, Job, check_length, check_vocabulary
+from longgen.run.requests import Request
 from longgen.sampling import SamplingSettings
 
 

@@ -295,6 +295,7 @@ def test_a_filter_that_greedy_decoding_would_ignore_is_refused(settings: Setting
             "rope": "yarn:1.5",
             "progress": True,
         },
+        {"trace": 'a: "b" #\\ ü.json', "trace_chunks": "5"},
         {"stop": ["a\n\n", "\\n", 'ü "😀"', "null", " x ", "\u2028\x85\x00\x7f", "[,]"], "truncate": "middle"},
     ],
 )

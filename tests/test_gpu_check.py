@@ -25,7 +25,7 @@ def gpucheck(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--small", "--device", "cpu", "--json", str(file)]
-    sections = ["memory", "speed", "slots", "stress", "plan"]
+    sections = ["memory", "merge", "speed", "slots", "stress", "plan"]
     done = subprocess.run([*command, "--only", ",".join(sections)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -35,6 +35,9 @@ def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
     assert result["sections"]["stress"]["passed"] == 10
     for prompt in result["sections"]["memory"]["prompts"]:
         assert prompt["host_bytes"] == prompt["kv_bytes"]
+    merged = result["sections"]["merge"]["rows"]
+    assert [row["rows"] for row in merged if row["kernel"] == "torch"] == [1, 1, 16, 16, 64, 64]
+    assert all(0 < row["error"] <= 1e-6 for row in merged)
     assert [row["slots"] for row in result["sections"]["slots"]["rows"]] == [1, 2, 4, 8]
     planned = result["sections"]["plan"]
     assert [(row["model"], row["tokens"]) for row in planned["rows"]] == [
@@ -71,6 +74,18 @@ def test_a_report_of_tests_is_read(gpucheck: Any, tmp_path: Path) -> None:
         {"test": "a.broken", "message": "boom"},
     ]
     assert data["skip_reasons"] == {"no tool": 1}
+
+
+def test_bytes_of_a_merge_are_counted(gpucheck: Any) -> None:
+    """Nine parts: three at once, then two more each time, the last two with the output."""
+    merge = gpucheck("merge")
+
+    class Three:
+        name, most_parts = "three", 3
+
+    assert merge.step_bytes(Three()) == 8 + 2 * 2
+    assert merge.all_bytes(Three()) == (3 * 2 + 4) + 12 + 12 + (4 + 2 * 2 + 2)
+    assert merge.all_bytes(merge.TorchMerge()) == 6 + 8 * 26 + 6
 
 
 def test_the_case_for_the_memory_checker_agrees_with_the_reference() -> None:

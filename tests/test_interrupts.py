@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from longgen.interrupts import Interrupts, check_interrupted, raise_interrupts, uninterrupted
+from longgen.run.interrupts import Interrupts, check_interrupted, raise_interrupts, uninterrupted
 from tests.checkpoints import Build
 
 SMALL = ("--block-size", "16", "--chunk-size", "64", "--dtype", "float32", "--device", "cpu")
@@ -34,7 +34,7 @@ sys.exit(main(sys.argv[2:]))
 # Interrupts it in a destructor, in which no exception gets further, once the model is loaded.
 IN_A_DESTRUCTOR = """
 import os, signal, sys
-from longgen import answering
+from longgen.run import answering
 from longgen.__main__ import main
 class Dropped:
     def __del__(self):

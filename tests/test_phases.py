@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from longgen.phases import Phases, process_age
+from longgen.run.phases import Phases, process_age
 
 
 def test_a_phase_ends_where_the_next_begins() -> None:
@@ -19,7 +19,7 @@ def test_a_phase_ends_where_the_next_begins() -> None:
 
 
 def test_without_a_start_the_first_phase_begins_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longgen.phases.process_age", lambda: 4.0)
+    monkeypatch.setattr("longgen.run.phases.process_age", lambda: 4.0)
     times = iter([10.0, 11.0])
     phases = Phases(clock=times.__next__)
     phases.end("import")
@@ -27,7 +27,7 @@ def test_without_a_start_the_first_phase_begins_with_the_process(monkeypatch: py
 
 
 def test_the_age_of_a_process_counts_what_came_before_the_first_import() -> None:
-    code = "import time; time.sleep(0.3); from longgen.phases import process_age; print(process_age())"
+    code = "import time; time.sleep(0.3); from longgen.run.phases import process_age; print(process_age())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) >= 0.29
     assert process_age() > 0

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from longgen.progress import LONG_TEXT_CHARS, PrefillProgress, TokenizingProgress, fit_cost, seconds_left
+from longgen.run.progress import LONG_TEXT_CHARS, PrefillProgress, TokenizingProgress, fit_cost, seconds_left
 
 
 def _samples(a: float, b: float, chunks: int, chunk: int = 4096, warm_up: float = 0.0) -> list[tuple[int, float]]:

@@ -11,8 +11,8 @@ from typing import BinaryIO
 import pytest
 
 from longgen.errors import UsageError
-from longgen.records import RequestFiles
-from longgen.requests import Request
+from longgen.run.records import RequestFiles
+from longgen.run.requests import Request
 
 NO_INPUT = io.BytesIO()
 

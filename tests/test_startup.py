@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from longgen.startup import import_libraries
+from longgen.run.startup import import_libraries
 
 CODE = """
 import gc, sys
-from longgen.startup import import_libraries
+from longgen.run.startup import import_libraries
 if {disabled}:
     gc.disable()
 import_libraries()
 assert {{"torch", "transformers", "longgen.engine", "longgen.model.tokenizer"}} <= set(sys.modules)
-import longgen.batch
+import longgen.run.batch
 before = gc.get_freeze_count()
 assert before > 100_000, before
 import_libraries()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longgen.stopping import StopStrings
+from longgen.run.stopping import StopStrings
 
 
 def passed(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], bool]:

@@ -9,7 +9,7 @@ import torch
 
 from longgen.errors import UsageError
 from longgen.model.tokenizer import EncodedPrompt
-from longgen.truncation import Cut, truncate
+from longgen.run.truncation import Cut, truncate
 
 
 def cut(room: int, place: str, *, inside: Callable[[int], bool] = lambda token: False) -> tuple[list[int], Cut | None]:

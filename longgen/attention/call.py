@@ -37,6 +37,17 @@ class AttentionCall:
         window = None if self.window is None or self.window >= m else self.window
         return replace(self, causal=self.causal and (n > 1 or window is not None), window=window)
 
+    @property
+    def sees_past(self) -> bool:
+        """Whether there are keys that a causal mask without a window hides from no row: those before the rows' own."""
+        return self.causal and self.window is None and self.k.shape[1] > self.q.shape[1]
+
+    def split(self) -> tuple[AttentionCall, AttentionCall]:
+        """A call that `sees_past` as two over disjoint keys: the rows' own, causal and square; the past, unmasked."""
+        past = self.k.shape[1] - self.q.shape[1]
+        own = replace(self, k=self.k[:, past:], v=self.v[:, past:])
+        return own, replace(self, k=self.k[:, :past], v=self.v[:, :past], causal=False)
+
 
 # (out, lse): out [q_heads, n, head_dim] in q's dtype (backends may return fp32),
 # lse [q_heads, n] fp32, the NATURAL logarithm of the sum of exponentials.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from longgen.attention.call import AttentionCall, Partial, visible
+from longgen.attention.merge import MergedAttention
 
 # Rows per call where a mask must be written out: bounds it at ROWS x (window + ROWS) entries.
 MASKED_ROWS = 256
@@ -28,6 +29,11 @@ class CpuFlash:
         if n == m and call.window is None:
             out, lse = _flash(call.q, call, is_causal=True)
             return out[0], lse[0]
+        if call.sees_past:  # the kernel aligns its causal mask at the first key
+            own, past = call.split()
+            merged = MergedAttention(self(own))
+            merged.add(self(past))
+            return merged.partial()
         return self._masked(call)
 
     def _folded(self, call: AttentionCall) -> Partial:

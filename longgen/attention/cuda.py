@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longgen.attention.call import AttentionCall, Partial
-from longgen.attention.merge import MergedAttention
+from longgen.attention.merges import Merges
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -79,6 +79,10 @@ class TorchCudnn:
     name = "torch-cudnn"
     key_multiple = 256
 
+    def __init__(self, merges: Merges | None = None) -> None:
+        """`merges`: of its own parts; None: in plain torch."""
+        self._merges = merges or Merges()
+
     def refuses(self, call: AttentionCall) -> str | None:
         """Why this backend cannot take the call, or None."""
         n, m = call.q.shape[1], call.k.shape[1]
@@ -102,7 +106,7 @@ class TorchCudnn:
         ]
         if len(parts) == 1:
             return parts[0]
-        merged = MergedAttention(parts[0])
+        merged = self._merges.begin(parts[0])
         for part in parts[1:]:
             merged.add(part)
         return merged.partial()

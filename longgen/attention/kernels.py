@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from longgen.attention.call import AttentionCall, Partial, reference
+from longgen.attention.merges import Merges
 from longgen.errors import LongGenError
 
 FEW_ROWS = 128  # up to here reading the keys costs more than multiplying them
@@ -46,7 +47,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """What calls have in common that one check covers."""
+    """What calls have in common that one check covers. sees_past: see AttentionCall."""
 
     rows: Rows
     dtype: torch.dtype
@@ -54,17 +55,19 @@ class CallKind:
     groups: int
     causal: bool
     windowed: bool
+    sees_past: bool = False
 
     @classmethod
     def of(cls, call: AttentionCall) -> CallKind:
         rows = Rows.of(call.q.shape[1])
-        return cls(rows, call.q.dtype, call.q.shape[2], call.groups, call.causal, call.window is not None)
+        windowed = call.window is not None
+        return cls(rows, call.q.dtype, call.q.shape[2], call.groups, call.causal, windowed, call.sees_past)
 
     def sample(self, device: torch.device) -> AttentionCall:
         """A small random call of this kind; K and V are parts of a longer buffer, as in the store."""
         n = {Rows.ONE: 1, Rows.FEW: 8, Rows.MANY: 256}[self.rows]
         window = 33 if self.windowed else None
-        m = n if self.causal and window is None else CHECK_KEYS
+        m = n if self.causal and not (self.windowed or self.sees_past) else CHECK_KEYS
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(heads: int, tokens: int) -> torch.Tensor:
@@ -84,15 +87,25 @@ class Kernels:
     A backend is checked once for each kind of call, on its first use or in `prepare`.
     """
 
-    def __init__(self, backends: Mapping[Rows, Sequence[Backend]]) -> None:
-        """`backends`: for each number of rows, fastest first."""
+    def __init__(self, backends: Mapping[Rows, Sequence[Backend]], merges: Merges | None = None) -> None:
+        """
+        Args:
+            backends: for each number of rows, fastest first.
+            merges: of partial results; None: in plain torch.
+        """
         self._backends = {rows: tuple(order) for rows, order in backends.items()}
+        self.merges = merges or Merges()
         self._verdicts: dict[tuple[str, CallKind], str | None] = {}
 
     def __call__(self, call: AttentionCall) -> Partial:
         if call.k.shape[1] == 0:
             raise LongGenError("an attention call needs at least one key")
         call = call.simplified()
+        if call.sees_past and self._is_faster_apart(call):
+            own, past = call.split()
+            merged = self.merges.begin(self(own))
+            merged.add(self(past))
+            return merged.partial()
         return self.choose(call)(call)
 
     def choose(self, call: AttentionCall) -> Backend:
@@ -118,11 +131,23 @@ class Kernels:
     def prepare(self, dtype: torch.dtype, head_dim: int, groups: int, device: torch.device, *, windowed: bool) -> None:
         """Checks, before any pass, every kind of call a store of this shape makes."""
         for rows in Rows:
-            for causal, window in ((False, False), (True, False), (True, True)):
+            for causal, window, past in (
+                (False, False, False),
+                (True, False, False),
+                (True, False, True),
+                (True, True, False),
+            ):
                 if (causal and rows is Rows.ONE) or (window and not windowed):
                     continue
-                kind = CallKind(rows, dtype, head_dim, groups, causal, window)
+                kind = CallKind(rows, dtype, head_dim, groups, causal, window, past)
                 self.choose(kind.sample(device))
+        self.merges.prepare(dtype, head_dim, device)
+
+    def _is_faster_apart(self, call: AttentionCall) -> bool:
+        """Whether the past alone goes to a faster backend than the whole call does."""
+        order = [backend.name for backend in self._backends[Rows.of(call.q.shape[1])]]
+        _, past = call.split()
+        return order.index(self.choose(past).name) < order.index(self.choose(call).name)
 
     def _objection(self, backend: Backend, call: AttentionCall) -> str | None:
         reason = backend.refuses(call)

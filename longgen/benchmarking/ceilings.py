@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from longgen.kv.transfer import open_transfer
-from longgen.measure import measure_backends, measure_copies, measure_matmul, measure_memory
 from longgen.model_shape import ModelShape
+from longgen.planning.measure import measure_backends, measure_copies, measure_matmul, measure_memory
 
 ROUNDS = 3  # of what runs on the device's cores, whose clock rises as they get to work; the best counts
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from longgen.benchmarking.ceilings import Ceilings, measure_ceilings
-from longgen.benchmarking.measuring import bench_tokens, measure_length
+from longgen.benchmarking.measuring import bench_tokens, measure_length, record_end
 from longgen.benchmarking.plot import check_plot, draw
 from longgen.benchmarking.rows import COLUMNS, cell, make_row
 from longgen.benchmarking.subject import Subject, find_subject
@@ -22,16 +22,17 @@ from longgen.benchmarking.tables import table_lines
 from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError, UsageError
-from longgen.facts import machine_facts, versions
 from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import make_current, open_transfer
 from longgen.model.provider import Provider
 from longgen.model.quiet import quiet_transformers
-from longgen.opening import meter_of, options_of, plan_again
-from longgen.planning import Limits, device_rates, hold_to, run_machine, summary
-from longgen.preparation import engine_options
+from longgen.planning.facts import machine_facts, versions
+from longgen.planning.opening import meter_of, options_of, plan_again
+from longgen.planning.plans import Limits, device_rates, hold_to, run_machine, summary
+from longgen.run.preparation import engine_options
 from longgen.shortage import shortage_reported
+from longgen.tracing import trace_path, traced
 
 LONG_TOKENS = 512 << 10  # from here on one run is enough, and takes long enough
 USUAL_REPEATS = 3
@@ -89,12 +90,13 @@ def bench(
         raise UsageError("give either --model, to load its weights, or --shape, for random ones")
     if options.plot is not None:
         check_plot(options.plot)
+    trace = trace_path(settings.trace) if settings.trace is not None else None
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
     with quiet_transformers():
         device = engine_options(settings).torch_device()
         make_current(device)
         subject = find_subject(model, shape, settings)
-        found = Bench(subject, options, settings, device, err)
+        found = Bench(subject, options, settings, device, err, trace)
         result = {"command": command, "machine": machine_facts(device), "versions": versions()} | found.result()
     print(json.dumps(result), file=out, flush=True)
     if options.plot is not None and result["rows"]:
@@ -106,10 +108,18 @@ class Bench:
     """All lengths of one model on one device."""
 
     def __init__(
-        self, subject: Subject, options: BenchOptions, settings: Settings, device: torch.device, err: TextIO
+        self,
+        subject: Subject,
+        options: BenchOptions,
+        settings: Settings,
+        device: torch.device,
+        err: TextIO,
+        trace: Path | None = None,
     ) -> None:
+        """`trace`: a file for that of the longest."""
         self._subject, self._options, self._settings = subject, options, settings
         self._device, self._err = device, err
+        self._trace = trace
         # The budget is read before the ceilings are measured: what that leaves behind is this process's own.
         self._machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), device)
         if device.type == "cuda":
@@ -131,16 +141,20 @@ class Bench:
             if plans:
                 with shortage_reported("loading the model", self._device):
                     provider = self._subject.load(self._device)
+                if self._settings.compile:
+                    provider.compile({1, *(plan.sizes.chunk_tokens for plan in plans)})
+            longest = max((plan.prompt for plan in plans), default=0)
             for plan in plans:
                 self._say("; ".join(summary(plan)))
                 with self._refusing(refused):  # what is measured may not fit after all
-                    rows.append(self._measure(provider, plan))
+                    rows.append(self._measure(provider, plan, self._trace if plan.prompt == longest else None))
         finally:
             if rows:
                 self._table(rows)
         return {
             "model": asdict(shape) | {"weights": self._subject.weights, "parameters": shape.parameters},
             "random_kv": self._options.random_kv,
+            "compiled": self._settings.compile,
             "ceilings": asdict(self._ceilings),
             "rows": rows,
             "refused": refused,
@@ -152,7 +166,7 @@ class Bench:
         if resident == "all":
             resident = -(-bench_tokens(tokens, self._options.steps) // settings.block_size)
         blocks = resident if isinstance(resident, int) else None
-        choices = PlanOptions(settings.block_size, settings.chunk_size, blocks)
+        choices = PlanOptions(settings.block_size, settings.chunk_size, blocks, compiled=settings.compile)
         return Planner(self._subject.shape, self._machine, choices)
 
     @contextmanager
@@ -164,21 +178,27 @@ class Bench:
             self._say(f"error: {error}")
             refused.append(str(error))
 
-    def _measure(self, provider: Provider, plan: MemoryPlan) -> dict[str, Any]:
-        """One length, through an engine that is planned and measured as that of `run`."""
+    def _measure(self, provider: Provider, plan: MemoryPlan, trace_file: Path | None) -> dict[str, Any]:
+        """One length, through an engine that is planned and measured as that of `run`; its end is traced to a file."""
         gc.collect()  # the engine before it, and its host memory
         options = replace(engine_options(self._settings), dtype=self._subject.shape.dtype)
         plan = self._fitted(provider, plan, options)
         repeats = self._options.repeats_of(plan.prompt)
         doing = f"measuring {plan.prompt:,} tokens"
-        with closing(HostSupply(open_transfer(self._device))) as supply, shortage_reported(doing, self._device):
-            engine = Engine.over(provider, options_of(plan, options), None, supply)
+        with (
+            traced(trace_file, self._device, self._err, chunks=self._settings.trace_chunks, armed=False) as trace,
+            closing(HostSupply(open_transfer(self._device))) as supply,
+            shortage_reported(doing, self._device),
+        ):
+            engine = Engine.over(provider, options_of(plan, options), None, supply, trace)
             chosen = self._options
             measured = measure_length(
                 engine, plan.prompt, repeats=repeats, steps=chosen.steps, random_kv=chosen.random_kv
             )
             meter = meter_of(self._device, plan)
             used = meter.outside() + meter.reserved() if meter else None
+            if trace:
+                record_end(engine, plan.prompt, chosen.steps, trace)
             engine.close()
         row = make_row(self._subject.shape, plan.kv, plan.sizes, measured, self._ceilings)
         return row | {"device_used_bytes": used}

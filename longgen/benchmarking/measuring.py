@@ -10,7 +10,8 @@ import torch
 
 from longgen.engine import Engine
 from longgen.kv.counters import Counters
-from longgen.measure import measure_loads, timed
+from longgen.planning.measure import measure_loads, timed
+from longgen.tracing import STEPS, Trace
 
 WARM_UP_CHUNKS, WARM_UP_STEPS = 3, 2
 LOADED_BYTES = 1 << 30  # copied to learn the wire's rate for copies of a run's size
@@ -84,6 +85,21 @@ def measure_length(engine: Engine, tokens: int, *, repeats: int, steps: int, ran
         device_peak=_device_peak(engine.provider.device),
         host_peak=peak_resident_bytes(),
     )
+
+
+def record_end(engine: Engine, tokens: int, steps: int, trace: Trace) -> None:
+    """Runs the last chunks of a prompt, and tokens after them, once more for a trace, which slows what it records.
+
+    The engine must have measured `tokens` and `steps`.
+    """
+    chunk = engine.chunk_tokens
+    start = max(0, -(-tokens // chunk) - trace.chunks) * chunk
+    # Recurrent states are not cut: a pass takes as long whatever they hold.
+    engine.store.truncate(0, start)
+    trace.armed = True
+    engine.extend(random_prompt(tokens - start, engine.provider.vocab_size))
+    _steps(engine, min(STEPS, WARM_UP_STEPS + steps))
+    trace.stop()
 
 
 def bench_tokens(tokens: int, steps: int) -> int:

@@ -12,7 +12,7 @@ from longgen.config import Settings
 from longgen.model.provider import Provider
 from longgen.model_shape import ModelShape
 from longgen.names import checkpoint_name
-from longgen.planning import find_shape
+from longgen.planning.plans import find_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from longgen.evaluation.haystack import Kind, NeedlePrompt, even_depths, make_pr
 from longgen.evaluation.same_model import check_same_model
 from longgen.evaluation.score_grid import check_plot, draw, table
 from longgen.evaluation.scoring import string_match_all
-from longgen.interrupts import raise_interrupts
 from longgen.names import checkpoint_name
-from longgen.requests import Request
-from longgen.startup import import_libraries
+from longgen.run.interrupts import raise_interrupts
+from longgen.run.requests import Request
+from longgen.run.startup import import_libraries
 
 MAX_NEW_TOKENS = 64
 
@@ -55,7 +55,7 @@ def run(model: str, options: NeedleOptions, settings: Settings, out: BinaryIO, e
         scores[request.id] = string_match_all(pred, request.fields["outputs"])
         return {"score": scores[request.id]}
 
-    from longgen import batch
+    from longgen.run import batch
 
     # Nothing may be left out: no prompt of the grid, and nothing of a prompt.
     settings = replace(settings, output_format="jsonl", shard=None, truncate=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from longgen.errors import UsageError
 from longgen.names import checkpoint_name
-from longgen.results import read_line
+from longgen.run.results import read_line
 
 
 def check_same_model(results: Path, model: str) -> None:

@@ -14,6 +14,7 @@ from longgen.kv.layout import KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.transfer import Event, Queue, Transfer
 from longgen.sparse.base import SparsePolicy
+from longgen.tracing import Label, unlabelled
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class StoreParts:
     counters: tuple[Counters, ...]  # by slot
     # (slot, layer) -> reached when every block of it that was sent to the host is there.
     offloaded: dict[tuple[int, int], Event] = field(default_factory=dict)
+    label: Label = unlabelled  # of ranges in a trace
 
     def keep(self, slot_id: int, buffer: KVBuffer, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copies k, v [kv_heads, n, head_dim], on the device already, into `buffer` from its token `at` on."""
@@ -44,22 +46,24 @@ class StoreParts:
 
     def offload_tokens(self, slot_id: int, layer: int, start: int, stop: int, source: KVBuffer, base: int) -> None:
         """Copies tokens [start, stop) from `source`, whose first token is at position `base`, to their host places."""
-        for piece in self.host.pieces(slot_id, layer, start, stop):
-            span = slice(piece.start - base, piece.stop - base)
-            k, v = source.k[:, span], source.v[:, span]
-            self.transfer.offload(piece.k, k)
-            self.transfer.offload(piece.v, v)
-            self.counters[slot_id].offloaded(2 * k.nbytes, 2 * self.transfer.copies(piece.k, k))
+        with self.label(f"offload tokens {start} to {stop} of layer {layer}"):
+            for piece in self.host.pieces(slot_id, layer, start, stop):
+                span = slice(piece.start - base, piece.stop - base)
+                k, v = source.k[:, span], source.v[:, span]
+                self.transfer.offload(piece.k, k)
+                self.transfer.offload(piece.v, v)
+                self.counters[slot_id].offloaded(2 * k.nbytes, 2 * self.transfer.copies(piece.k, k))
 
     def load_tokens(self, slot_id: int, layer: int, start: int, stop: int, target: KVBuffer, heads: slice) -> None:
         """Copies the KV heads `heads` of tokens [start, stop) from their host places to the start of `target`."""
         self.transfer.wait(Queue.LOAD, self.offloaded.get((slot_id, layer)))
-        for piece in self.host.pieces(slot_id, layer, start, stop):
-            span = slice(piece.start - start, piece.stop - start)
-            k, v = piece.k[heads], piece.v[heads]
-            self.transfer.load(target.k[heads, span], k)
-            self.transfer.load(target.v[heads, span], v)
-            self.counters[slot_id].loaded(2 * k.nbytes, 2 * self.transfer.copies(target.k[heads, span], k))
+        with self.label(f"load tokens {start} to {stop} of layer {layer}"):
+            for piece in self.host.pieces(slot_id, layer, start, stop):
+                span = slice(piece.start - start, piece.stop - start)
+                k, v = piece.k[heads], piece.v[heads]
+                self.transfer.load(target.k[heads, span], k)
+                self.transfer.load(target.v[heads, span], v)
+                self.counters[slot_id].loaded(2 * k.nbytes, 2 * self.transfer.copies(target.k[heads, span], k))
 
     def forget_offloads(self, slot_id: int) -> None:
         """Drops a slot's offload events; every queue was drained."""

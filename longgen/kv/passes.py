@@ -101,13 +101,14 @@ class Pass:
             LongGenError: the layer is out of order, or the shape is not that of the pass.
         """
         self._expect(layer, q)
-        rows = [
-            self._attend_window(layer, member, q[i], k[i], v[i], scale)
-            if layer in self._windows
-            else self._attend_full(layer, member, q[i], k[i], v[i], scale)
-            for i, member in enumerate(self._members)
-        ]
-        return torch.stack([row.to(q.dtype).transpose(0, 1) for row in rows])
+        with self._parts.label(f"attention of layer {layer}"):
+            rows = [
+                self._attend_window(layer, member, q[i], k[i], v[i], scale)
+                if layer in self._windows
+                else self._attend_full(layer, member, q[i], k[i], v[i], scale)
+                for i, member in enumerate(self._members)
+            ]
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
     def commit(self, accepted: int | Sequence[int] | None = None) -> None:
         """Makes the tokens, or the first `accepted` of each slot, part of the slots, and ends the pass."""
@@ -178,27 +179,25 @@ class Pass:
     def _attend_window(
         self, layer: int, member: Member, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        """[n, q_heads, head_dim]: the window and the own tokens, in one call."""
         windows = self._parts.windows
         windows.put(member.slot_id, layer, member.length, k, v)
         staged = k.nbytes
         k, v = windows.view(member.slot_id, layer, member.length, member.length + member.tokens)
         self._parts.counters[member.slot_id].kept(2 * (staged + k.nbytes), 4)
-        return self._parts.kernels(AttentionCall(q, k, v, scale, causal=True, window=self._windows[layer]))[0]
+        out, _ = self._parts.kernels(AttentionCall(q, k, v, scale, causal=True, window=self._windows[layer]))
+        return out.to(q.dtype).transpose(0, 1)
 
     def _attend_full(
         self, layer: int, member: Member, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Own tokens, the open block, resident runs and loaded runs, merged."""
-        k, v = self._writer.write(layer, member, k, v)
+        """[n, q_heads, head_dim]: own tokens, the open block, resident runs and loaded runs, merged."""
+        written = self._writer.write(layer, member, k, v)
         runs = self._schedule.runs(layer, member, q)
         self._prefetcher.run_ahead()
-        if member.tokens == 1 and isinstance(self._writer, DecodeWriter):  # the token is read where it was written
-            reads = device_reads(self._parts, layer, member, runs, member.length + 1)
-            first = reads.pop(0)
-            merged = MergedAttention(self._parts.kernels(AttentionCall(q, first.k, first.v, scale)))
-        else:
-            reads = device_reads(self._parts, layer, member, runs, member.length)
-            merged = MergedAttention(self._parts.kernels(AttentionCall(q, k, v, scale, causal=True)))
+        own, reads = device_reads(self._parts, layer, member, runs, written)
+        kernels = self._parts.kernels
+        merged = kernels.merges.begin(kernels(AttentionCall(q, own.k, own.v, scale, causal=True)))
         for read in reads:
             self._add(merged, q, read, scale)
         for run in runs.loaded:
@@ -206,7 +205,8 @@ class Pass:
             tokens = slice(0, run.stop - run.start)
             self._add(merged, q, KVRead(entry.k[run.heads, tokens], entry.v[run.heads, tokens], run.heads), scale)
             self._prefetcher.give_back(entry)
-        return merged.result()
+        with self._parts.label("merge"):
+            return merged.finish(q.dtype)
 
     def _add(self, merged: MergedAttention, q: torch.Tensor, read: KVRead, scale: float) -> None:
         """Attends to `read` with the query heads of its KV heads."""
@@ -214,4 +214,6 @@ class Pass:
         if heads != ALL_HEADS:
             groups = q.shape[0] // self._parts.layout.kv_heads
             heads = slice(heads.start * groups, heads.stop * groups)
+        with self._parts.label("merge"):
+            merged.make_room()
         merged.add(self._parts.kernels(AttentionCall(q[heads], read.k, read.v, scale)), heads)

@@ -41,6 +41,7 @@ class PlanOptions:
     chunk_size: int | None = None
     resident_blocks: int | None = None
     slots: int = 1
+    compiled: bool = False  # norms, rotary angles and MLPs; changes the times alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class Planner:
             host=self._host_needs(sizes, tokens),
             machine=self.machine,
             reasons=self._reasons(sizes, prompt, tokens),
-            prediction=predict(self.model, self._kv, sizes, known, prompt, new_tokens) if known else None,
+            prediction=self._predict(sizes, known, prompt, new_tokens) if known else None,
         )
 
     def rated(self, rates: Rates) -> Planner:
@@ -306,12 +307,16 @@ class Planner:
             return fitting[0]
         seconds = []
         for sizes in fitting:
-            times = predict(self.model, self._kv, sizes, self._rates, prompt, new_tokens)
+            times = self._predict(sizes, self._rates, prompt, new_tokens)
             seconds.append(times.prefill_seconds + new_tokens / times.decode_rate)
         sizes = next(each for each, time in zip(fitting, seconds, strict=True) if time <= AS_GOOD * min(seconds))
         if sizes.resident_blocks == self._kv.blocks_for(prompt + new_tokens):
             sizes = replace(sizes, ring_entries=2, run_blocks=1)  # nothing will be loaded
         return sizes
+
+    def _predict(self, sizes: StoreSizes, rates: Rates, prompt: int, new_tokens: int) -> Prediction:
+        compiled = self._options.compiled
+        return predict(self.model, self._kv, sizes, rates, prompt, new_tokens, compiled=compiled)
 
     def _host_needs(self, sizes: StoreSizes, tokens: int) -> HostNeeds:
         return HostNeeds(

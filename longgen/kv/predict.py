@@ -108,10 +108,20 @@ def balanced_chunk(shape: ModelShape, rates: Rates) -> float:
 
 
 def predict(
-    shape: ModelShape, kv: KVShape, sizes: StoreSizes, rates: Rates, prompt: int, new_tokens: int
+    shape: ModelShape,
+    kv: KVShape,
+    sizes: StoreSizes,
+    rates: Rates,
+    prompt: int,
+    new_tokens: int,
+    *,
+    compiled: bool = False,
 ) -> Prediction:
-    """The times of a request of `prompt` tokens and `new_tokens` more; decoding is rated at its middle."""
-    seconds, bounds = _prefill(shape, kv, sizes, rates, prompt)
+    """The times of a request of `prompt` tokens and `new_tokens` more; decoding is rated at its middle.
+
+    compiled: whether norms, rotary angles and MLPs are; prefill is then faster, decoding is rated as without.
+    """
+    seconds, bounds = _prefill(shape, kv, sizes, rates, prompt, compiled)
     bound = max(bounds, key=lambda name: bounds[name])
     pinning = sizes.host_bytes(kv, prompt) / rates.pin
     if pinning > seconds:
@@ -121,7 +131,7 @@ def predict(
 
 
 def _prefill(
-    shape: ModelShape, kv: KVShape, sizes: StoreSizes, rates: Rates, prompt: int
+    shape: ModelShape, kv: KVShape, sizes: StoreSizes, rates: Rates, prompt: int, compiled: bool
 ) -> tuple[float, dict[str, float]]:
     """Seconds in all, and the seconds of the chunks that each thing bounds."""
     chunks = -(-prompt // sizes.chunk_tokens)
@@ -132,7 +142,7 @@ def _prefill(
         weight = min(step, chunks - done)
         past = (done + (weight - 1) / 2) * sizes.chunk_tokens
         tokens = min(sizes.chunk_tokens, max(1, prompt - int(past)))
-        parts = chunk_parts(shape, kv, sizes, rates, tokens, past)
+        parts = chunk_parts(shape, kv, sizes, rates, tokens, past, compiled=compiled)
         name = max(parts, key=lambda key: parts[key])
         seconds += weight * parts[name]
         bounds[name] = bounds.get(name, 0.0) + weight * parts[name]
@@ -141,7 +151,14 @@ def _prefill(
 
 
 def chunk_parts(
-    shape: ModelShape, kv: KVShape, sizes: StoreSizes, rates: Rates, tokens: int, past: float
+    shape: ModelShape,
+    kv: KVShape,
+    sizes: StoreSizes,
+    rates: Rates,
+    tokens: int,
+    past: float,
+    *,
+    compiled: bool = False,
 ) -> dict[str, float]:
     """Seconds of each of the things that run side by side in a chunk; see the module."""
     hosted = _hosted(kv, sizes, past)
@@ -152,7 +169,7 @@ def chunk_parts(
     weights = shape.element_bytes * _read_parameters(shape, tokens)
     compute = attention_flop(shape, tokens, past) / attention_rate + merged / rates.memory
     compute += max(layer_flop(shape, tokens) / rates.matmul, weights / rates.memory)
-    compute += traffic_bytes(shape) * tokens / rates.memory
+    compute += traffic_bytes(shape, compiled=compiled) * tokens / rates.memory
     staged = _hosted(kv, sizes, past + tokens) - hosted
     return {
         "compute": compute,

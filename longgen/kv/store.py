@@ -24,6 +24,7 @@ from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Transfer
 from longgen.sparse.base import Phase, SparsePolicy
 from longgen.sparse.full import FullAttentionPolicy
+from longgen.tracing import Label, unlabelled
 
 
 class KVStore:
@@ -42,6 +43,7 @@ class KVStore:
         policy: SparsePolicy | None = None,
         supply: HostSupply | None = None,
         scrub: bool = False,
+        label: Label = unlabelled,
     ) -> None:
         """Allocates every device buffer.
 
@@ -49,6 +51,7 @@ class KVStore:
             policy: None is full attention.
             supply: of host memory through `transfer`, which may be at work already; None: one of the store's own.
             scrub: see `reset`.
+            label: of ranges in a trace.
         """
         sizes.check(layout.shape)
         self.layout, self.sizes, self.transfer = layout, sizes, transfer
@@ -77,6 +80,7 @@ class KVStore:
                 device=device,
             ),
             counters=tuple(Counters() for _ in range(sizes.slots)),
+            label=label,
         )
 
     @property

@@ -11,6 +11,7 @@ import torch
 
 from longgen.kv.device_buffers import KVBuffer
 from longgen.kv.parts import StoreParts
+from longgen.kv.reads import OwnTokens
 from longgen.kv.schedule import Member
 from longgen.kv.transfer import Queue
 
@@ -22,8 +23,8 @@ class TokenWriter(ABC):
         self._parts = parts
 
     @abstractmethod
-    def write(self, layer: int, member: Member, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stages k, v [kv_heads, n, head_dim]; returns them as attention should read them."""
+    def write(self, layer: int, member: Member, k: torch.Tensor, v: torch.Tensor) -> OwnTokens:
+        """Stages k, v [kv_heads, n, head_dim]; says where attention should read them."""
 
     @abstractmethod
     def settle(self, member: Member, length: int) -> None:
@@ -38,6 +39,11 @@ class TokenWriter(ABC):
             self._parts.keep(member.slot_id, buffer, start, k[:, :count], v[:, :count])
         return count
 
+    def _in_resident(self, layer: int, member: Member) -> OwnTokens:
+        """New tokens that were all written to the resident tier, where everything before them lies too."""
+        tier = self._parts.resident.get(member.slot_id, layer)
+        return OwnTokens(tier.k, tier.v, 0)
+
     def _open_start(self, member: Member) -> int:
         """Position of the first token of the slot's open block."""
         return member.length - member.length % self._parts.layout.block_size
@@ -46,13 +52,13 @@ class TokenWriter(ABC):
 class DecodeWriter(TokenWriter):
     """A few tokens: they stay in the open block, which is flushed when accepted tokens fill it."""
 
-    def write(self, layer: int, member: Member, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: int, member: Member, k: torch.Tensor, v: torch.Tensor) -> OwnTokens:
         done = self._write_resident(layer, member, k, v)
-        if done < member.tokens:
-            buffer = self._writable(member.slot_id, layer)
-            at = member.length + done - self._open_start(member)
-            self._parts.keep(member.slot_id, buffer, at, k[:, done:], v[:, done:])
-        return k, v
+        if done == member.tokens:
+            return self._in_resident(layer, member)
+        buffer, opened = self._writable(member.slot_id, layer), self._open_start(member)
+        self._parts.keep(member.slot_id, buffer, member.length + done - opened, k[:, done:], v[:, done:])
+        return OwnTokens(k, v, member.length) if done else OwnTokens(buffer.k, buffer.v, opened)
 
     def settle(self, member: Member, length: int) -> None:
         size = self._parts.layout.block_size
@@ -101,18 +107,23 @@ class DecodeWriter(TokenWriter):
 
 
 class ChunkWriter(TokenWriter):
-    """A chunk: staged layer by layer and sent to its places while attention runs."""
+    """A chunk: written to the resident tier where all of it belongs there; else staged layer by layer and sent to its
+    places while attention runs."""
 
-    def write(self, layer: int, member: Member, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        parts, n = self._parts, member.tokens
+    def write(self, layer: int, member: Member, k: torch.Tensor, v: torch.Tensor) -> OwnTokens:
+        parts = self._parts
+        resident = self._write_resident(layer, member, k, v)
+        if resident == member.tokens:
+            own = self._in_resident(layer, member)
+            self._watch(layer, member, own)
+            return own
         staged = parts.prefill.take()
         parts.transfer.wait(Queue.COMPUTE, staged.free)
         parts.keep(member.slot_id, staged, 0, k, v)
-        resident = self._write_resident(layer, member, staged.k, staged.v)
-        self._watch(layer, member, staged)
-        if resident < n:
-            self._offload(layer, member, staged, member.length + resident)
-        return staged.k[:, :n], staged.v[:, :n]
+        own = OwnTokens(staged.k, staged.v, member.length)
+        self._watch(layer, member, own)
+        self._offload(layer, member, staged, member.length + resident)
+        return own
 
     def settle(self, member: Member, length: int) -> None:
         self._parts.restore_open_block(member.slot_id, length)
@@ -131,19 +142,19 @@ class ChunkWriter(TokenWriter):
         done = parts.transfer.record(Queue.OFFLOAD)
         parts.offloaded[member.slot_id, layer] = staged.free = decode.free = done
 
-    def _watch(self, layer: int, member: Member, staged: KVBuffer) -> None:
+    def _watch(self, layer: int, member: Member, own: OwnTokens) -> None:
         """Shows the policy every block that the chunk completes."""
         parts, size = self._parts, self._parts.layout.block_size
         if not parts.policy.watches_blocks:
             return
         for block in range(member.length // size, (member.length + member.tokens) // size):
-            k, v = (self._whole_block(block, layer, member, staged, which) for which in ("k", "v"))
+            k, v = (self._whole_block(block, layer, member, own, which) for which in ("k", "v"))
             parts.policy.on_block_written(member.slot_id, layer, block, k, v)
 
-    def _whole_block(self, block: int, layer: int, member: Member, staged: KVBuffer, which: str) -> torch.Tensor:
+    def _whole_block(self, block: int, layer: int, member: Member, own: OwnTokens, which: str) -> torch.Tensor:
         parts, size = self._parts, self._parts.layout.block_size
-        first = block * size - member.length
-        inside: torch.Tensor = getattr(staged, which)[:, max(first, 0) : first + size]
+        first = block * size - own.base
+        inside: torch.Tensor = getattr(own, which)[:, max(first, 0) : first + size]
         if first >= 0:
             return inside
         if block < parts.resident.blocks[layer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from longgen.errors import UsageError
 from longgen.kv.layout import AttentionLayer
 from longgen.model.adapter import PassCache, cache_keyword
 from longgen.model.checkpoint import CheckedFolder, load_model
+from longgen.model.compiled import compile_layers
 from longgen.model.recurrence import use_torch_code
 from longgen.model.rope import ExactRotary
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
@@ -71,6 +72,13 @@ class Provider:
         if yarn_factor is not None:
             stretch_config(model.config, yarn_factor)
         return cls(model, model.config, slots=slots)
+
+    def compile(self, sizes: Collection[int]) -> None:
+        """Compiles norms, rotary angles and MLPs for passes of one slot and so many tokens; see `compiled.py`.
+
+        Holds for every provider over the same weights.
+        """
+        compile_layers(self.model, sizes)
 
     def with_slots(self, slots: int) -> Provider:
         """The same weights with recurrent states of its own, for `slots` requests."""

@@ -13,7 +13,7 @@ from longgen.attention.backends import default_kernels
 from longgen.attention.call import AttentionCall
 from longgen.attention.kernels import Backend, Kernels
 from longgen.attention.plain import PlainTorch
-from longgen.measure import call_flop
+from longgen.planning.measure import call_flop
 
 HEAD_SIZES = (64, 128, 256)
 KV_HEADS, GROUPS = 8, 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longgen.benchmarking.tables import table_lines
-from longgen.measure import timed
+from longgen.planning.measure import timed
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,32 @@ def test_the_first_backend_that_does_not_refuse_serves() -> None:
     assert second.calls[-1].q is call.q
 
 
+@pytest.mark.parametrize("past_first", [False, True])
+def test_the_past_goes_to_a_faster_backend_if_that_does_not_take_the_whole(past_first: bool) -> None:
+    """One call where the first backend takes it; else the chunk is one call, and its past another."""
+
+    class NoCausalPast(Backend):
+        def refuses(self, call: AttentionCall) -> str | None:
+            return "no keys before the first row" if call.sees_past and past_first else None
+
+    first, second = NoCausalPast("first"), Backend("second")
+    kernels, call = kernels_of(first, second), make_call(causal=True)
+    out, lse = kernels(call)
+    torch.testing.assert_close(out, reference(call)[0].float(), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, reference(call)[1])
+    served = [used for used in first.calls if used.q is call.q]  # the others are checks
+    shapes = [(used.q.shape[1], used.k.shape[1], used.causal) for used in served]
+    assert shapes == ([(5, 5, True), (5, 65, False)] if past_first else [(5, 70, True)])
+    assert not second.calls or second.calls[-1].q is not call.q
+
+
+def test_a_chunk_with_its_past_stays_whole_on_the_only_backend_that_takes_either() -> None:
+    only, last = Backend("only"), Backend("last")
+    kernels, call = kernels_of(Backend("first", refusal="not today"), only, last), make_call(causal=True)
+    kernels(call)
+    assert only.calls[-1].q is call.q and only.calls[-1].k.shape[1] == 70
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 SMALL = ("--block-size", "16", "--chunk-size", "64", "--dtype", "float32", "--device", "cpu")
-PRELOADED = ["longgen.cli", "longgen.batch", "longgen.opening", "longgen.planning", "longgen.model.provider"]
-PRELOADED += ["longgen.model.tokenizer", "longgen.model.quiet", "transformers.models.qwen3.modeling_qwen3"]
+PRELOADED = ["longgen.cli", "longgen.run.batch", "longgen.planning.opening", "longgen.planning.plans"]
+PRELOADED += ["longgen.model.provider", "longgen.model.tokenizer", "longgen.model.quiet"]
+PRELOADED += ["transformers.models.qwen3.modeling_qwen3"]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from longgen.batch import run
 from longgen.config import Settings
-from longgen.records import RequestFiles
+from longgen.run.batch import run
+from longgen.run.records import RequestFiles
 from tests.batches.running import as_lines, write_records
 
 SIZE = 200_000

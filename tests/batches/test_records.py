@@ -11,9 +11,9 @@ import pytest
 
 from longgen.config import Settings
 from longgen.errors import UsageError
-from longgen.own_settings import thinking, with_own
-from longgen.records import SMALL_FIELD, RequestFiles, open_prompts, read_records
-from longgen.requests import Request
+from longgen.run.own_settings import thinking, with_own
+from longgen.run.records import SMALL_FIELD, RequestFiles, open_prompts, read_records
+from longgen.run.requests import Request
 
 
 def read(*records: Any) -> list[Request]:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from longgen import result_file
 from longgen.config import Settings
 from longgen.errors import OutputError, UsageError
-from longgen.interrupts import uninterrupted
-from longgen.output import StreamOutput, open_output
-from longgen.requests import Request
-from longgen.result_file import ResultFile
-from longgen.results import Result, may_be_torn, read_line, result_line
+from longgen.run import result_file
+from longgen.run.interrupts import uninterrupted
+from longgen.run.output import StreamOutput, open_output
+from longgen.run.requests import Request
+from longgen.run.result_file import ResultFile
+from longgen.run.results import Result, may_be_torn, read_line, result_line
 
 IDS = ("a", "b", "c", "d", "e")
 FORMATS = ("jsonl", "openai")

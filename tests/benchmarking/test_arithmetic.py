@@ -11,7 +11,7 @@ from longgen.benchmarking.measuring import Measured
 from longgen.benchmarking.rows import cell, make_row
 from longgen.kv.counters import Counters
 from longgen.kv.sizes import StoreSizes
-from longgen.planning import find_shape
+from longgen.planning.plans import find_shape
 
 TOKENS, CHUNK = 131_072, 8192
 PAIRS = 131_072 * 131_073 // 2  # of a query and a key that it sees, in one head of one layer
@@ -49,8 +49,9 @@ KNOWN = {
         kv=28 * 2 * 4 * 128 * 2,
     ),
     # 6 of 24 layers attend: 8 query heads of 256 with a gate, 2 KV heads. 18 are recurrent, 16 heads of 128 and 128: q,
-    # k, v and z of 2048 each, two numbers a head for decay and beta, a convolution of width 4 over q, k and v. The delta
-    # rule takes three products with a state of 128 x 128 a token, and, in chunks of 64, four of 64 with keys or values.
+    # k, v and z of 2048 each, two numbers a head for decay and beta, a convolution of width 4 over q, k and v. Of the
+    # delta rule: three products with a state of 128 x 128 a token, and, in chunks of 64, four products of 64 with keys
+    # or values.
     "qwen3.5-0.8b": ByHand(
         attention=6 * 4 * 8 * 256 * PAIRS,
         weights=(

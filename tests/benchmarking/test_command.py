@@ -20,6 +20,7 @@ from longgen.engine import Engine
 from longgen.errors import CapacityError
 from longgen.kv.budget import HostBudget
 from longgen.kv.plan import Machine
+from tests.traces import ranges
 
 DENSE = """
 family: qwen3
@@ -140,6 +141,43 @@ def test_random_values_stand_in_for_a_prefill_of_a_hybrid(shape: Callable[[str],
     assert len(row["decode"]["runs_ms"]) == 2
 
 
+def test_the_end_of_the_longest_is_traced_after_it_was_timed(
+    shape: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[bool] = []
+    measure = command.measure_length
+
+    def measured(engine: Engine, tokens: int, **options: Any) -> Measured:
+        found = measure(engine, tokens, **options)
+        traced.append(tokens == 1000 and trace.exists())
+        return found
+
+    monkeypatch.setattr(command, "measure_length", measured)
+    for name, text in (("dense", DENSE), ("hybrid", HYBRID)):
+        trace = tmp_path / f"{name}.json"
+        arguments = ["--shape", shape(text), "--lengths", "1000,200", "--chunk-size", "64", "--block-size", "16"]
+        sizes = ["--resident-blocks", "0", "--repeats", "1", "--steps", "1", "--trace-chunks", "3"]
+        code, out, err = run_here([*arguments, *sizes, "--trace", str(trace)], capsys)
+        assert code == 0 and len(json.loads(out)["rows"]) == 2
+        assert err.count("longgen: trace of ") == 1 and f"trace of 3 chunks and 3 decode steps in {trace}" in err
+        expected = [f"prefill: running {min(64, 1000 - start)} tokens after {start}" for start in (832, 896, 960)]
+        expected += [f"decode: running 1 tokens after {length:,}" for length in (1000, 1001, 1002)]
+        assert [range_ for range_ in ranges(trace) if ": running" in range_] == expected
+    assert traced == [False] * 4
+
+
+def test_compiled_code_is_measured_where_asked(
+    shape: Callable[[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[set[int]] = []
+    monkeypatch.setattr("longgen.model.provider.compile_layers", lambda _, wanted: sizes.append(set(wanted)))
+    arguments = ["--shape", shape(DENSE), "--lengths", "300", "--chunk-size", "64", "--block-size", "16", "--random-kv"]
+    for flags, compiled in (([], False), (["--compile"], True)):
+        code, out, _ = run_here([*arguments, "--repeats", "1", "--steps", "1", *flags], capsys)
+        assert code == 0 and json.loads(out)["compiled"] is compiled
+    assert sizes == [{1, 64}]
+
+
 def run_here(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = main(["bench", "--device", "cpu", *arguments])
     captured = capsys.readouterr()
@@ -198,6 +236,7 @@ def test_a_length_that_runs_out_of_memory_leaves_the_others_alone(
         (["--shape", "SHAPE", "--lengths", "1K", "--plot", "a.docx"], "ending must be one of"),
         (["--shape", "SHAPE", "--lengths", "1K", "--plot", "FOLDER.png"], "cannot be written: Is a directory"),
         (["--shape", "SHAPE", "--lengths", "1K", "--plot", "/proc/a.png"], "cannot be written: "),
+        (["--shape", "SHAPE", "--lengths", "1K", "--trace", "absent/t.json"], "the trace absent/t.json cannot be"),
     ],
 )
 def test_wrong_input_is_one_line(

@@ -15,7 +15,7 @@ from longgen.attention.kernels import Backend, Kernels, Rows
 from longgen.attention.plain import PlainTorch
 
 KV_HEADS = 2
-MASKS = ("none", "none-odd", "causal", "window", "window-square")
+MASKS = ("none", "none-odd", "causal", "causal-past", "causal-past-odd", "window", "window-square")
 LSE_TOLERANCE = 2e-3
 
 
@@ -28,7 +28,8 @@ def make_call(
 ) -> AttentionCall:
     """K and V lie in the middle of a longer head-major buffer, as in the store; around them there is NaN."""
     generator = torch.Generator(device).manual_seed(seed)
-    keys = {"none": 1024, "none-odd": 777, "causal": rows, "window": rows + 500, "window-square": rows}[mask]
+    past = {"causal-past": 1024, "causal-past-odd": 777, "window": 500}.get(mask, 0)
+    keys = {"none": 1024, "none-odd": 777}.get(mask, rows + past)
     window = 67 if mask.startswith("window") else None
 
     def normal(heads: int, tokens: int) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from longgen.batching import BatchedRequest
+from longgen.cuts import Cuts
 from longgen.engine import Engine
 from longgen.errors import SlotError, UsageError
 from longgen.sampling import Sampler, SamplingSettings
@@ -165,6 +167,42 @@ def test_a_snapshot_is_of_one_request_in_one_slot_of_one_engine(build: Build, ki
     fresh.prefill(OTHER)
     expected = fresh.decode_step(5)
     assert all(torch.equal(engine.decode_step(5, slot), expected) for slot in (0, 1))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
+def test_a_snapshot_is_void_once_the_slot_was_cut_to_less(build: Build, kind: str) -> None:
+    engine, fresh = open_engine(build(kind)), open_engine(build(kind))
+    marks = []
+    for start in range(0, 60, 20):
+        engine.extend(PROMPT[start : start + 20])
+        marks.append(engine.snapshot())
+    engine.restore(marks[2])
+    engine.restore(marks[1])
+    engine.extend(OTHER[:30])  # the last mark's tokens are others now
+    later = engine.snapshot()
+    with pytest.raises(SlotError, match="slot 0 at 60 tokens is void: the slot was cut to 40 since then"):
+        engine.restore(marks[2])
+    assert engine.store.length(0) == 70
+    engine.decode_step(5)
+    engine.restore(later)
+    fresh.prefill([*PROMPT[:40], *OTHER[:30]])
+    torch.testing.assert_close(engine.decode_step(5), fresh.decode_step(5), atol=1e-5, rtol=0)
+    engine.restore(marks[0])
+    fresh.prefill(PROMPT[:20])
+    torch.testing.assert_close(engine.decode_step(5), fresh.decode_step(5), atol=1e-5, rtol=0)
+    for mark in (marks[1], later):
+        with pytest.raises(SlotError, match="is void: the slot was cut to 20 since then"):
+            engine.restore(mark)
+
+
+def test_the_least_that_cuts_left_is_known_from_any_moment_on() -> None:
+    chance, cuts, lengths = random.Random(0), Cuts(), list[int]()
+    for _ in range(300):
+        assert cuts.count == len(lengths)
+        for moment in range(len(lengths) + 1):
+            assert cuts.least_since(moment) == min(lengths[moment:], default=None)
+        lengths.append(chance.randrange(40))
+        cuts.add(lengths[-1])
 
 
 @pytest.mark.parametrize(("slots", "tokens"), [([0, 1], [5]), ([0], [5, 6])])

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from longgen import planning
 from longgen.cli import main
 from longgen.engine import Engine
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.plan import Planner, PlanOptions
 from longgen.kv.predict import reference_rates
-from longgen.planning import (
+from longgen.planning import plans
+from longgen.planning.plans import (
     Limits,
     device_rates,
     find_shape,
@@ -80,9 +80,9 @@ def test_a_plan_without_a_gpu_imports_no_torch(options: list[str]) -> None:
 
 def test_a_gpu_that_torch_does_not_see_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: None)
-    assert not planning._has_cuda()
+    assert not plans._has_cuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert planning._has_cuda()
+    assert plans._has_cuda()
 
 
 def test_a_plan_as_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +224,7 @@ def test_rates_are_measured_only_where_they_can_change_the_plan(
     monkeypatch: pytest.MonkeyPatch, gpu: float, prompt: int, measures: bool
 ) -> None:
     measured = replace(reference_rates(128), source="measured here")
-    monkeypatch.setattr(planning, "device_rates", lambda *_: measured)
+    monkeypatch.setattr(plans, "device_rates", lambda *_: measured)
     unrated = Planner(SMALL, replace(sized(gpu), rates=None))
     plan = rated_planner(unrated, prompt, 10, torch.device("cuda")).plan(prompt, 10)
     assert plan.machine.rates == (measured if measures else None)
@@ -325,7 +325,7 @@ def test_the_longest_of_several_prompts_is_planned(
         asked.append((count, new_tokens))
         raise CapacityError("enough seen")
 
-    monkeypatch.setattr(planning.Planner, "plan", refuse)
+    monkeypatch.setattr(plans.Planner, "plan", refuse)
     assert main(_run(build("qwen3"), short, "--prompt", str(prompt))) == 1
     assert asked[0][0] > 100
     assert asked[0][1] == 2
@@ -335,6 +335,6 @@ def test_a_card_without_room_to_measure_takes_the_reference_rates(monkeypatch: p
     def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr("longgen.measure.measure_rates", run_out)
+    monkeypatch.setattr("longgen.planning.measure.measure_rates", run_out)
     shape = find_shape("qwen")
     assert device_rates(torch.device("cpu"), shape) == reference_rates(shape.head_dim)

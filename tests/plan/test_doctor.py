@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longgen.cli import main
-from longgen.doctor import copies_finding, examine, pinned_finding
-from longgen.measure import CopyRates
+from longgen.planning.doctor import copies_finding, examine, merge_finding, pinned_finding
+from longgen.planning.measure import CopyRates
 
 
 @pytest.fixture
@@ -28,6 +28,7 @@ def test_every_line_has_a_value_and_a_meaning() -> None:
     assert {finding.state for finding in findings} <= {"ok", "note", "missing"}
     backend = next(finding for finding in findings if finding.name == "prefill, heads of 128")
     assert backend.value == "torch-flash-cpu"
+    assert next(finding for finding in findings if finding.name == "merge").value == "torch"
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -40,6 +41,13 @@ def test_the_report_is_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     entries = json.loads(capsys.readouterr().out)
     assert all(set(entry) == {"name", "state", "value", "meaning"} for entry in entries)
     assert len(text.out.splitlines()) == 2 * len(entries)
+
+
+def test_a_merge_without_triton_is_pointed_out_on_a_gpu() -> None:
+    absent, there = [("triton", "not importable"), ("torch", None)], [("triton", None), ("torch", None)]
+    found = merge_finding(absent, torch.device("cuda"))
+    assert (found.state, found.value) == ("note", "torch (not triton: not importable)")
+    assert merge_finding(there, torch.device("cuda")).state == "ok"
 
 
 def test_slow_copies_and_pageable_memory_are_pointed_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longgen.kv.transfer import CpuTransfer
-from longgen.measure import (
+from longgen.planning.measure import (
     REPEATS,
     measure_attention,
     measure_copies,
@@ -40,7 +40,7 @@ def test_rates_are_work_over_time() -> None:
 
 def test_every_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("COPY_BYTES", 1 << 16), ("ROWS", 8), ("KEYS", 256), ("SIDE", 32)):
-        monkeypatch.setattr(f"longgen.measure.{name}", size)
+        monkeypatch.setattr(f"longgen.planning.measure.{name}", size)
     rates = measure_rates(torch.device("cpu"), SLIDING)
     assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory, rates.pin) > 0
     assert rates.source == "measured here"

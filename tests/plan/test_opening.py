@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from longgen import opening
 from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError
@@ -25,9 +24,10 @@ from longgen.kv.transfer import CpuTransfer
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider
 from longgen.model.shape import model_shape
-from longgen.opening import begin_host_memory, measure_use, meter_of, options_of, plan_again
-from longgen.planning import correction
-from longgen.preparation import refit
+from longgen.planning import opening
+from longgen.planning.opening import begin_host_memory, measure_use, meter_of, options_of, plan_again
+from longgen.planning.plans import correction
+from longgen.run.preparation import refit
 from tests.checkpoints import Build, random_ids
 from tests.plan.machines import GIB
 from tests.plan.shapes import SMALL, machine
@@ -58,7 +58,7 @@ class FakeMeter:
         return self.runtime
 
 
-def tiny_planner(folder: Path, gpu: int, **options: int) -> Planner:
+def tiny_planner(folder: Path, gpu: int, **options: Any) -> Planner:
     """Of a GPU of so many bytes beside what CUDA takes."""
     rates = reference_rates(64)
     device = DeviceBudget(gpu, 140 * GIB, "a test")
@@ -104,19 +104,20 @@ def test_a_plan_with_room_to_spare_is_not_measured(build: Build) -> None:
     assert tight.resident_blocks == 4 and not tight.roomy
 
 
-def test_a_chunk_of_the_planned_size_is_run_after_a_block_and_before_a_token(
+def test_a_chunk_of_the_planned_size_is_run_after_some_blocks_and_before_a_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider, passes, forward = load(build("qwen3")), [], Provider.forward
 
     def noted(self: Provider, pass_: Pass, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        passes.append(ids.shape[1])
+        passes.append((ids.shape[1], *pass_.lengths))
         return forward(self, pass_, ids, *rest)
 
-    monkeypatch.setattr(Provider, "forward", noted)
+    monkeypatch.setattr(Provider, "forward", noted)  # of every engine's copy
     meter = FakeMeter(5000, 300)
     use = measure_use(provider, replace(OPTIONS, chunk_size=64, resident_blocks=9), meter)
-    assert passes == [16, 64, 1, 12, 1, 1, 1, 1]  # for memory, then for time
+    assert passes[:3] == [(64, 0), (64, 64), (1, 128)]  # for memory
+    assert passes[3:] == [(12, 0), (1, 12), (1, 13), (1, 14), (1, 15)]  # for time
     assert use.step_seconds is not None and use.step_seconds > 0
     assert replace(use, step_seconds=None) == MeasuredUse(runtime=300, allocator=70, activations=5000)
     assert meter.settled == 2
@@ -160,7 +161,7 @@ def test_a_run_lets_its_supply_rest_while_it_measures(build: Build, monkeypatch:
 
     monkeypatch.setattr(opening, "measure_use", measured)
     monkeypatch.setattr(opening, "meter_of", lambda *_: FakeMeter(1, 1))
-    monkeypatch.setattr("longgen.planning.hold_to", lambda *_: None)
+    monkeypatch.setattr("longgen.planning.plans.hold_to", lambda *_: None)
     with closing(HostSupply(CpuTransfer())) as supply:
         refit(planner, plan, Settings(), supply, io.StringIO(), load(build("qwen3")), OPTIONS)
         assert rested == [supply]

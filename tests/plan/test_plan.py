@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
 from longgen.model_shape import ModelShape
-from longgen.planning import correction
+from longgen.planning.plans import correction
 from tests.plan.machines import GIB
 from tests.plan.shapes import SEVEN, SLIDING, SMALL, machine
 
 
-def plan(shape: ModelShape, gpu: float | None, prompt: int, new: int = 256, **options: int) -> MemoryPlan:
+def plan(shape: ModelShape, gpu: float | None, prompt: int, new: int = 256, **options: Any) -> MemoryPlan:
     return Planner(shape, machine(gpu), PlanOptions(**options)).plan(prompt, new)
 
 
@@ -161,7 +162,7 @@ def test_on_the_cpu_everything_is_one_memory_and_nothing_is_resident() -> None:
         Planner(SMALL, machine(None, 8, shared=True)).plan(65_536, 256)
 
 
-def one_line(shape: ModelShape, gpu: float | None, host: float, prompt: int, **options: int) -> str:
+def one_line(shape: ModelShape, gpu: float | None, host: float, prompt: int, **options: Any) -> str:
     with pytest.raises(CapacityError) as caught:
         Planner(shape, machine(gpu, host), PlanOptions(**options)).plan(prompt, 256)
     assert "\n" not in str(caught.value)

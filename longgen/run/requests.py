@@ -1,4 +1,4 @@
-"""Where prompts come from: a text file, or standard input. Records of JSONL files: longgen.records."""
+"""Where prompts come from: a text file, or standard input. Records of JSONL files: longgen.run.records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
     text: the prompt, every character as it was found.
     messages: in place of a text, (role, text) of each message of a conversation.
     opening: what the answer begins with; not part of the answer.
-    own: settings of its own, as they were given, by the names in longgen.own_settings.
+    own: settings of its own, as they were given, by the names in longgen.run.own_settings.
     fields: of its record, for the results: they are passed through as they are.
     fault: what is wrong with it, so that it cannot be run; empty: nothing.
     """

@@ -21,7 +21,7 @@ def import_libraries() -> None:
         import longgen.engine
         import longgen.model.tokenizer
         import longgen.model.window
-        import longgen.opening  # noqa: F401
+        import longgen.planning.opening  # noqa: F401
     finally:
         gc.freeze()
         if collecting:

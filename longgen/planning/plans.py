@@ -121,7 +121,7 @@ def rated_planner(planner: Planner, prompt: int, new_tokens: int, device: Any) -
 def device_rates(device: Any, shape: ModelShape) -> Rates:
     """What the device is measured to do; the reference's rates where no memory is free to measure: the plan then says
     what fits."""
-    from longgen.measure import measure_rates
+    from longgen.planning.measure import measure_rates
     from longgen.shortage import shortage_reported
 
     try:

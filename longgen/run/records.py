@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, NoReturn
 
 from longgen.config import HALF_CHARACTER, Settings
 from longgen.errors import UsageError
-from longgen.output import check_apart
-from longgen.own_settings import HARMLESS, NAMES, REFUSED
-from longgen.requests import Request, check_standard_input, reading, shown_name, sign_of, text_request
+from longgen.run.output import check_apart
+from longgen.run.own_settings import HARMLESS, NAMES, REFUSED
+from longgen.run.requests import Request, check_standard_input, reading, shown_name, sign_of, text_request
 
 ID_NAMES = ("id", "custom_id", "_id", "index")
 QUESTION_NAMES = ("input", "question", "query", "instruction")

@@ -18,10 +18,11 @@ from longgen.kv.extents import ExtentCutter
 from longgen.kv.plan import MeasuredUse, MemoryPlan, Planner
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
-from longgen.measure import timed
 from longgen.model.provider import Provider
+from longgen.planning.measure import timed
 from longgen.shortage import shortage_reported
 
+MEASURED_BLOCKS = 4  # before the chunk, each a run: enough that merging their results takes all the memory it may
 STEPS = 3  # whose time is taken; the median counts
 
 
@@ -132,8 +133,8 @@ def _step_seconds(engine: Engine, ids: torch.Tensor) -> float:
 def measure_use(
     provider: Provider, options: EngineOptions, meter: MemoryMeter, others: HostSupply | None = None
 ) -> MeasuredUse:
-    """Runs a block, a chunk after it and a token in an engine with the smallest ring and nothing resident, then some
-    tokens in an open block for the time of one.
+    """Runs a few blocks, a chunk after them and a token in an engine with the smallest ring and nothing resident, then
+    some tokens in an open block for the time of one.
 
     others: of another engine; it rests while the time is taken, since a registration and the start of a kernel wait for
     the same locks of the driver.
@@ -143,10 +144,11 @@ def measure_use(
     with shortage_reported("measuring a chunk", provider.device):
         smallest = replace(options, resident_blocks=0, ring_entries=2, ring_blocks=1, slot_tokens=None)
         engine = Engine.over(provider, smallest, None, supply)
-        before, count = meter.allocated(), options.block_size + options.chunk_tokens()
+        past = MEASURED_BLOCKS * options.block_size
+        before, count = meter.allocated(), past + options.chunk_tokens()
         ids = torch.randint(provider.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
-        engine.prefill(ids[: options.block_size], new_tokens=options.chunk_tokens() + 1)
-        engine.extend(ids[options.block_size :])
+        engine.prefill(ids[:past], new_tokens=options.chunk_tokens() + 1)
+        engine.extend(ids[past:])
         engine.decode_step(int(ids[0]))
         peak, reserved = meter.peak(), meter.reserved()
         with others.quiet() if others else nullcontext():

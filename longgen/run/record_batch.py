@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from longgen.answering import Answer, answer, say_answer, say_failure, say_phases, say_run_stats
 from longgen.config import Settings, parse_shard
 from longgen.errors import CapacityError, LongGenError, UsageError
-from longgen.interrupts import check_interrupted
-from longgen.jobs import Job
-from longgen.output import Output, open_output
-from longgen.phases import Phases
-from longgen.preparation import Checkpoint, chosen_stretch, make_planner, opened, read_checkpoint, run_options
-from longgen.progress import TokenizingProgress
-from longgen.requests import Request
-from longgen.results import Result, Written, result_line
-from longgen.truncation import Cut
+from longgen.run.answering import Answer, answer, say_answer, say_failure, say_phases, say_run_stats
+from longgen.run.interrupts import check_interrupted
+from longgen.run.jobs import Job
+from longgen.run.output import Output, open_output
+from longgen.run.phases import Phases
+from longgen.run.preparation import Checkpoint, chosen_stretch, make_planner, opened, read_checkpoint, run_options
+from longgen.run.progress import TokenizingProgress
+from longgen.run.requests import Request
+from longgen.run.results import Result, Written, result_line
+from longgen.run.truncation import Cut
 
 if TYPE_CHECKING:
     from longgen.engine import Engine
@@ -65,7 +65,7 @@ def run_records(
     err: TextIO,
     judge: Judge = no_judge,
 ) -> int:
-    """See longgen.batch.run."""
+    """See longgen.run.batch.run."""
     heads = read_heads(requests)
     shard, shards = parse_shard(settings.shard) if settings.shard else (1, 1)
     mine = {head.id: head for head in heads[shard - 1 :: shards]}

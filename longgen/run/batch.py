@@ -1,6 +1,6 @@
 """The request loop: requests one after another through one engine, each ended by a reset whatever happens.
 
-Text prompts stream their answers; the records of a batch give a line each, see longgen.record_batch.
+Text prompts stream their answers; the records of a batch give a line each, see longgen.run.record_batch.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from longgen.answering import RunOptions, answer, say_answer, say_failure, say_phases, say_run_stats
 from longgen.config import Settings
 from longgen.errors import LongGenError, OutputError
-from longgen.jobs import Job
-from longgen.phases import Phases
-from longgen.preparation import chosen_stretch, make_planner, opened, read_checkpoint, run_options
-from longgen.progress import TokenizingProgress
-from longgen.record_batch import Judge, no_judge, run_records
-from longgen.requests import Request
+from longgen.run.answering import RunOptions, answer, say_answer, say_failure, say_phases, say_run_stats
+from longgen.run.jobs import Job
+from longgen.run.phases import Phases
+from longgen.run.preparation import chosen_stretch, make_planner, opened, read_checkpoint, run_options
+from longgen.run.progress import TokenizingProgress
+from longgen.run.record_batch import Judge, no_judge, run_records
+from longgen.run.requests import Request
 
 if TYPE_CHECKING:
     from longgen.engine import Engine
@@ -30,9 +30,9 @@ def run(
     """Answer the requests from a checkpoint (folder, hub id or short name); notices go to `err`.
 
     Without `settings.output_format` the texts go to `out` as UTF-8, as they are generated. With it every request gives
-    a line, see longgen.results, in the file `settings.output` if that is set, else in `out`; requests that cannot be
-    run are lines too. Their ids must then differ, and `requests` is iterated twice. `judge` adds fields to the lines of
-    answers.
+    a line, see longgen.run.results, in the file `settings.output` if that is set, else in `out`; requests that cannot
+    be run are lines too. Their ids must then differ, and `requests` is iterated twice. `judge` adds fields to the lines
+    of answers.
 
     Everything that can be found wrong without the weights is found before they are loaded. Returns the exit code.
     Raises LongGenError for what is wrong with the run as a whole.

@@ -13,8 +13,8 @@ from typing import TextIO
 
 from longgen.config import Settings
 from longgen.errors import OutputError, UsageError
-from longgen.interrupts import uninterrupted
-from longgen.results import Written, may_be_torn, read_line
+from longgen.run.interrupts import uninterrupted
+from longgen.run.results import Written, may_be_torn, read_line
 
 COPY_BYTES = 1 << 20
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from longgen.config import Settings, sampling_settings
 from longgen.errors import CheckpointError, UsageError
-from longgen.own_settings import thinking, with_own
-from longgen.requests import Request
+from longgen.run.own_settings import thinking, with_own
+from longgen.run.requests import Request
+from longgen.run.truncation import Cut, truncate
 from longgen.sampling import SamplingSettings
-from longgen.truncation import Cut, truncate
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from longgen.requests import Request
-from longgen.truncation import Cut
+from longgen.run.requests import Request
+from longgen.run.truncation import Cut
 
 _BEGINNING = b'{"id": '  # of every line
 # What a JSON string may hold as it is and a line had better not: other ends of lines, controls, half characters.
@@ -25,7 +25,7 @@ class Result:
     prompt_hash: see Request.prompt_hash.   pred: the answer's text; empty if it failed.
     finish_reason: stop, length or error.   error: why it failed; None if it did not.
     prompt_tokens: None if the record failed before it had any.   generated_tokens: of the answer.
-    cut: what was left out of the prompt, see longgen.truncation.Cut; None if nothing was.
+    cut: what was left out of the prompt, see longgen.run.truncation.Cut; None if nothing was.
     settings: in effect, by name; None if they were not allowed.   timings: seconds; None if it failed.
     stats: figures of the request, see longgen.metrics; None: not asked for, or it failed.
     judgement: what else its line says of the answer.

@@ -9,7 +9,7 @@ from typing import TextIO
 from longgen.config import Settings
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.plan import MemoryPlan, PlanOptions
-from longgen.planning import (
+from longgen.planning.plans import (
     Limits,
     as_json,
     find_shape,
@@ -50,7 +50,7 @@ def plan(
 
     Returns the exit code: 1 if a length does not fit. Raises LongGenError for a model or a machine that cannot be read.
     """
-    options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, slots)
+    options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, slots, settings.compile)
     if model is None:
         machine = this_machine(limits, _USUAL_HEAD)
         rows = reach(machine, limits, options, settings.max_new_tokens)

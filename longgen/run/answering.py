@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
-from longgen.interrupts import check_interrupted
-from longgen.jobs import Job
-from longgen.phases import Phases
-from longgen.progress import PrefillProgress
+from longgen.run.interrupts import check_interrupted
+from longgen.run.jobs import Job
+from longgen.run.phases import Phases
+from longgen.run.progress import PrefillProgress
+from longgen.run.stopping import StopStrings
 from longgen.sampling import Sampler, record_seed
-from longgen.stopping import StopStrings
 
 if TYPE_CHECKING:
     from longgen.engine import Engine

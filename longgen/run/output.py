@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, Protocol, TextIO
 
 from longgen.config import Settings
 from longgen.errors import OutputError, UsageError
-from longgen.interrupts import uninterrupted
-from longgen.result_file import ResultFile
-from longgen.results import Written
+from longgen.run.interrupts import uninterrupted
+from longgen.run.result_file import ResultFile
+from longgen.run.results import Written
 
 
 class Output(Protocol):

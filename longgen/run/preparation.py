@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from longgen.answering import RunOptions
 from longgen.config import Settings
-from longgen.jobs import JobMaker
 from longgen.names import checkpoint_name
-from longgen.phases import Phases
+from longgen.run.answering import RunOptions
+from longgen.run.jobs import JobMaker
+from longgen.run.phases import Phases
+from longgen.tracing import trace_path, traced
 
 if TYPE_CHECKING:
     from longgen.engine import Engine, EngineOptions
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as far as it is known without its weights. name: as the user gave it; cap: see RunOptions."""
+    """A checkpoint as far as it is known without its weights, and where its run is traced.
+
+    name: as the user gave it; cap: see RunOptions; trace: a file for a trace, see longgen.tracing.
+    """
 
     name: str
     checked: CheckedFolder
@@ -35,6 +39,7 @@ class Checkpoint:
     chat: bool
     cap: int
     maker: JobMaker
+    trace: Path | None
 
     @property
     def config(self) -> Any:
@@ -49,13 +54,14 @@ class Checkpoint:
 
 def read_checkpoint(model: str, settings: Settings, phases: Phases) -> Checkpoint:
     """Finds and checks a checkpoint, after the phase "import". Raises UsageError or CheckpointError."""
-    import longgen.opening  # noqa: F401 -- needed later in any case
+    import longgen.planning.opening  # noqa: F401 -- needed later in any case
     from longgen.model.checkpoint import check_folder, resolve_checkpoint
     from longgen.model.rope import trained_window
     from longgen.model.tokenizer import TextTokenizer, generation_settings
 
     phases.end("import")
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
+    trace = trace_path(settings.trace) if settings.trace is not None else None
     checked = check_folder(resolve_checkpoint(checkpoint_name(model)))
     folder, config = checked.path, checked.config
     tokenizer = TextTokenizer.load(folder)
@@ -70,7 +76,7 @@ def read_checkpoint(model: str, settings: Settings, phases: Phases) -> Checkpoin
         eos_ids=tokenizer.eos_ids(folder),
         vocab_size=config.vocab_size,
     )
-    return Checkpoint(model, checked, tokenizer, chat, cap, maker)
+    return Checkpoint(model, checked, tokenizer, chat, cap, maker, trace)
 
 
 def run_options(checkpoint: Checkpoint, settings: Settings, err: TextIO) -> RunOptions:
@@ -103,6 +109,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         dtype=settings.dtype,
         block_size=settings.block_size,
         chunk_size=settings.chunk_size,
+        compile=settings.compile,
         scrub=settings.scrub,
     )
 
@@ -112,7 +119,7 @@ def make_planner(checkpoint: Checkpoint, settings: Settings) -> Planner:
     from longgen.kv.plan import Planner, PlanOptions
     from longgen.kv.transfer import make_current
     from longgen.model.shape import model_shape
-    from longgen.planning import Limits, run_machine
+    from longgen.planning.plans import Limits, run_machine
 
     options = engine_options(settings)
     device = options.torch_device()
@@ -120,7 +127,9 @@ def make_planner(checkpoint: Checkpoint, settings: Settings) -> Planner:
     name, dtype = Path(checkpoint.name).name or checkpoint.name, None if settings.dtype == "auto" else settings.dtype
     shape = model_shape(checkpoint.config, name, dtype)
     machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), device)
-    choices = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots)
+    choices = PlanOptions(
+        settings.block_size, settings.chunk_size, settings.resident_blocks, options.slots, settings.compile
+    )
     return Planner(shape, machine, choices)
 
 
@@ -143,8 +152,8 @@ def opened(
     """
     from longgen.engine import Engine
     from longgen.model.recurrence import slow_recurrence_note
-    from longgen.opening import begin_host_memory, options_of
-    from longgen.planning import hold_to, rated_planner, summary
+    from longgen.planning.opening import begin_host_memory, options_of
+    from longgen.planning.plans import hold_to, rated_planner, summary
 
     options = replace(engine_options(settings), yarn_factor=stretch.factor)
     device, longest = options.torch_device(), max(sizes, key=sum)
@@ -155,9 +164,12 @@ def opened(
     hold_to(plan, settings.gpu_memory, device)
     phases.end("plan")
     chosen = options_of(plan, options)
-    with closing(begin_host_memory(plan, first, device)) as supply:
+    with (
+        traced(checkpoint.trace, device, err, chunks=settings.trace_chunks) as trace,
+        closing(begin_host_memory(plan, first, device)) as supply,
+    ):
         resize = partial(refit, planner, plan, settings, supply, err)
-        engine = Engine.load(checkpoint.checked, chosen, supply=supply, resize=resize)
+        engine = Engine.load(checkpoint.checked, chosen, supply=supply, resize=resize, trace=trace)
         phases.end("load")
         if note := slow_recurrence_note(checkpoint.config, engine.provider.device):
             print(f"longgen: note: {note}", file=err)
@@ -179,8 +191,8 @@ def refit(
 
     Raises CapacityError if it does not fit after all.
     """
-    from longgen.opening import meter_of, options_of, plan_again
-    from longgen.planning import correction, hold_to
+    from longgen.planning.opening import meter_of, options_of, plan_again
+    from longgen.planning.plans import correction, hold_to
 
     final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan), supply)
     if line := correction(plan, final):

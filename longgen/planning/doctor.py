@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -15,10 +15,10 @@ import torch
 
 from longgen.attention.backends import default_kernels
 from longgen.attention.kernels import CallKind, Rows
-from longgen.facts import driver_version, package_version
 from longgen.kv.budget import cgroup_limits, host_budget, locked_memory_limit
 from longgen.kv.transfer import open_transfer
-from longgen.measure import CopyRates, measure_copies
+from longgen.planning.facts import driver_version, package_version
+from longgen.planning.measure import CopyRates, measure_copies
 from longgen.units import show_bytes
 
 HEAD_DIMS = (128, 256)  # of the models there are
@@ -149,6 +149,17 @@ def _backends(device: torch.device) -> Iterator[Finding]:
             state = "missing" if chosen is None else "note" if chosen == "plain-torch" else "ok"
             name = f"{'prefill' if rows is Rows.MANY else 'decode'}, heads of {head_dim}"
             yield Finding(name, state, value, f"{meaning}; the first that agrees with the reference is used")
+    verdicts = kernels.merges.explain(dtype, HEAD_DIMS[0], device)
+    yield merge_finding(verdicts, device)
+
+
+def merge_finding(verdicts: Sequence[tuple[str, str | None]], device: torch.device) -> Finding:
+    """How partial results are merged; verdicts: see Merges.explain."""
+    chosen = next(name for name, why in verdicts if why is None)
+    refused = "; ".join(f"{name}: {why}" for name, why in verdicts if why is not None)
+    state = "note" if refused and device.type == "cuda" else "ok"
+    value = f"{chosen}" + (f" (not {refused})" if refused else "")
+    return Finding("merge", state, value, "of partial attention; plain torch moves four times the bytes")
 
 
 def _copies(device: torch.device) -> Iterator[Finding]:

@@ -1,0 +1,1 @@
+"""The commands: parse, wire, print, no logic. What is slow to import is imported by the command that needs it."""

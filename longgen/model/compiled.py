@@ -1,0 +1,103 @@
+"""Norms, rotary angles and dense MLPs compiled by torch.compile, for passes of the sizes that a run is made of.
+
+Each is a few small operations over all tokens, so eager ones are bound by device memory in prefill and by the host in
+decode. Code is compiled for a full chunk and for a single token, each of one shape. Everything else, such as the last
+chunk of a prompt or a batch, runs on transformers' own code. Inductor keeps what it compiled on disk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from longgen.errors import LongGenError
+
+_ROTARY = "apply_rotary_pos_emb"
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def compile_layers(model: nn.Module, sizes: Collection[int], backend: str | Callable[..., Any] = "inductor") -> int:
+    """Makes the decoder layers of `model` run on compiled code in passes of one slot whose tokens are in `sizes`.
+
+    The modules of one role (all `input_layernorm`, say) share their compiled code. Only this model is changed.
+
+    Args:
+        backend: of torch.compile.
+
+    Returns:
+        How many modules were changed. What cannot be compiled is a LongGenError of the first pass that needs it.
+    """
+    compiler = _Compiler(frozenset(sizes), backend)
+    changed = 0
+    for name, module in model.named_modules():
+        role = name.rpartition(".")[2]
+        if _is_norm(module) or _is_mlp(module):
+            module.forward = MethodType(compiler.method(role, type(module).forward), module)
+            changed += 1
+        elif (forward := _forward_that_rotates(module)) is not None:
+            module.forward = MethodType(compiler.with_rotary(forward), module)
+            changed += 1
+    return changed
+
+
+class _Compiler:
+    """Compiled forms of functions, one for each role."""
+
+    def __init__(self, sizes: frozenset[int], backend: str | Callable[..., Any]) -> None:
+        self._sizes, self._backend = sizes, backend
+        self._made: dict[tuple[str, Any], Callable[..., Any]] = {}
+
+    def method(self, role: str, forward: Any) -> Callable[..., Any]:
+        """A `forward(self, x)` of x [1, tokens, ...]."""
+        return self._sized(role, forward, tokens=lambda module, x: x.shape[1] if x.ndim > 2 and len(x) == 1 else None)
+
+    def with_rotary(self, forward: FunctionType) -> FunctionType:
+        """An attention module's forward whose rotation of q, k [1, heads, tokens, head_dim] is compiled."""
+        rotate = forward.__globals__[_ROTARY]
+        own = self._sized(_ROTARY, rotate, tokens=lambda q, *_: q.shape[2] if len(q) == 1 else None)
+        names = forward.__globals__ | {_ROTARY: own}
+        copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        return copy
+
+    def _sized(self, role: str, function: Any, *, tokens: Callable[..., int | None]) -> Callable[..., Any]:
+        if (role, function) not in self._made:
+            plain = inspect.unwrap(function)
+            # Code of its own, since torch counts the versions it compiles of each code and gives up after a few.
+            code = plain.__code__.replace(co_name=f"{role}_compiled")
+            copy = FunctionType(code, plain.__globals__, role, plain.__defaults__, plain.__closure__)
+            copy.__kwdefaults__ = plain.__kwdefaults__
+            compiled, sizes = torch.compile(copy, dynamic=False, fullgraph=True, backend=self._backend), self._sizes
+
+            def chosen(*arguments: Any) -> Any:
+                if tokens(*arguments) not in sizes:
+                    return function(*arguments)
+                try:
+                    return compiled(*arguments)
+                except torch._dynamo.exc.TorchDynamoException as error:
+                    what = " ".join(str(error).split())[:200]
+                    raise LongGenError(f"{role} cannot be compiled, leave --compile out: {what}") from error
+
+            self._made[role, function] = chosen
+        return self._made[role, function]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, part, None), nn.Linear) for part in _MLP_PARTS)
+
+
+def _forward_that_rotates(module: nn.Module) -> FunctionType | None:
+    """The undecorated forward of an attention module that applies rotary angles; else None."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    if isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names and _ROTARY in forward.__globals__:
+        return forward
+    return None

@@ -1,0 +1,1 @@
+"""What `longgen run` does: prompts in, one request after another, results out."""

@@ -1,0 +1,181 @@
+"""A run's trace: which passes are in it, what it names, and that it is written whatever happens to the run."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from longgen.cli import main
+from longgen.engine import Engine
+from longgen.errors import LongGenError, UsageError
+from longgen.model.tiny import make_checkpoint
+from longgen.tracing import STEPS, Trace, trace_path, traced, unlabelled
+from tests.engine.running import small_options
+from tests.traces import ranges
+
+CPU = torch.device("cpu")
+SMALL = (
+    "--block-size",
+    "16",
+    "--chunk-size",
+    "64",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--raw",
+    "--max-len",
+    "4K",
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", max_position=4096)
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("It was a bright cold day in April, and the clocks were striking. " * 40, encoding="utf-8")
+    return path
+
+
+def run(checkpoint: Path, prompt: Path, *more: str) -> int:
+    arguments = ["run", "--model", str(checkpoint), "--prompt", str(prompt), *SMALL, "--resident-blocks", "0", *more]
+    return main(arguments)
+
+
+@pytest.mark.parametrize(("file", "chunks"), [("t.json", 2), ("t.json.gz", 3), ("t.json", 1000)])
+def test_the_last_chunks_and_the_first_steps_are_recorded(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, chunks: int
+) -> None:
+    trace = tmp_path / file
+    more = ["--trace", str(trace), "--trace-chunks", str(chunks), "--max-new-tokens", "9"]
+    assert run(checkpoint, prompt, *more) == 0
+    err = capfd.readouterr().err
+    tokens = int(re.search(r"([0-9,]+) prompt tokens", err)[1].replace(",", ""))  # type: ignore[index]
+    starts = list(range(0, tokens, 64))[-chunks:]
+    assert all(line.startswith("longgen: ") for line in err.splitlines())
+    passes = [name for name in ranges(trace) if ": running" in name]
+    expected = [f"prefill: running {min(64, tokens - start):,} tokens after {start:,}" for start in starts]
+    expected += [f"decode: running 1 tokens after {tokens + step:,}" for step in range(STEPS)]
+    assert passes == expected
+    assert f"longgen: trace of {len(starts)} chunks and {STEPS} decode steps in {trace}" in err
+
+
+def test_a_trace_names_attention_loads_offloads_and_merges(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "t.json"
+    assert run(checkpoint, prompt, "--trace", str(trace), "--max-new-tokens", "2") == 0
+    found = ranges(trace)
+    for layer in range(3):
+        assert f"attention of layer {layer}" in found
+        for what in ("load", "offload"):
+            assert any(re.fullmatch(rf"{what} tokens \d+ to \d+ of layer {layer}", name) for name in found)
+    assert "merge" in found
+
+
+def test_only_the_first_prompt_is_recorded(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.json"
+    short = tmp_path / "short.txt"
+    short.write_text("a short text", encoding="utf-8")
+    more = ("--prompt", str(short), "--trace", str(trace), "--max-new-tokens", "1")
+    assert run(checkpoint, prompt, *more) == 0
+    assert len([name for name in ranges(trace) if ": running" in name]) == 2
+    assert "trace of 2 chunks and 0 decode steps" in capfd.readouterr().err
+
+
+def test_what_was_recorded_of_a_run_that_fails_is_written(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "t.json"
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("longgen.engine.Engine.decode_requests", fail)
+    assert run(checkpoint, prompt, "--trace", str(trace)) == 130
+    assert "trace of 2 chunks and 0 decode steps" in capfd.readouterr().err
+    assert "attention of layer 0" in ranges(trace)
+
+
+def test_a_run_that_ends_before_its_last_chunks_leaves_an_empty_trace(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "t.json"
+
+    def fail(*_: object, **__: object) -> None:
+        raise LongGenError("no more of this")
+
+    monkeypatch.setattr("longgen.engine.Engine.load", fail)
+    assert run(checkpoint, prompt, "--trace", str(trace)) == 1
+    assert ranges(trace) == []
+    err = capfd.readouterr().err
+    assert f"longgen: the trace {trace} is empty" in err and "longgen: error: no more of this" in err
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, prompt: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for place, reason in ((tmp_path / "absent" / "t.json", "No such file"), (tmp_path, "Is a directory")):
+        assert run(tmp_path / "no-checkpoint", prompt, "--trace", str(place)) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert err.startswith(f"longgen: error: the trace {place} cannot be written: {reason}")
+
+
+def test_looking_at_a_place_leaves_it_as_it_was(tmp_path: Path) -> None:
+    there = tmp_path / "there.json"
+    there.write_text("old", encoding="utf-8")
+    assert trace_path(str(there)) == there and there.read_text(encoding="utf-8") == "old"
+    assert not trace_path(str(tmp_path / "new.json")).exists()
+    with pytest.raises(UsageError):
+        trace_path(str(there / "below.json"))
+
+
+def test_a_trace_that_cannot_be_written_at_the_end_fails_the_run(tmp_path: Path) -> None:
+    gone = tmp_path / "folder" / "t.json"
+    with pytest.raises(LongGenError, match=r"the trace .* cannot be written"), traced(gone, CPU, io.StringIO()):
+        pass
+    err = io.StringIO()
+    with pytest.raises(ZeroDivisionError), traced(gone, CPU, err):  # that it failed is what matters
+        raise ZeroDivisionError
+    assert "longgen: error: the trace" in err.getvalue()
+
+
+def test_without_a_trace_nothing_is_labelled(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even by a trace that records nothing yet."""
+
+    def fail(_: str) -> None:
+        raise AssertionError("a range was made")
+
+    monkeypatch.setattr("torch.profiler.record_function", fail)
+    for trace in (None, Trace(CPU, chunks=1)):
+        engine = Engine.load(checkpoint, small_options(), trace=trace)
+        if trace is not None:
+            monkeypatch.setattr(trace, "chunk", lambda left: None)
+        engine.prefill([5] * 130, new_tokens=70)
+        engine.decode_step(7)
+    with traced(None, CPU, io.StringIO()) as nothing:
+        assert nothing is None
+    assert unlabelled("x").__enter__() is None
+
+
+@pytest.mark.cuda
+def test_on_cuda_kernels_and_copies_are_recorded_by_stream(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "t.json"
+    assert run(checkpoint, prompt, "--device", "cuda", "--trace", str(trace)) == 0
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    streams = {
+        what: {event["args"]["stream"] for event in events if event.get("cat") == what}
+        for what in ("kernel", "gpu_memcpy")
+    }
+    assert streams["kernel"] and len(streams["gpu_memcpy"] - streams["kernel"]) >= 2  # loads and offloads
+    assert "attention of layer 0" in ranges(trace)
