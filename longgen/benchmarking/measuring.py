@@ -14,6 +14,7 @@ from longgen.planning.measure import measure_loads, timed
 from longgen.tracing import STEPS, Trace
 
 WARM_UP_CHUNKS, WARM_UP_STEPS = 3, 2
+TOKEN = 0  # that every step decodes: any vocabulary has it
 LOADED_BYTES = 1 << 30  # copied to learn the wire's rate for copies of a run's size
 LOADED_BYTES_CPU = 1 << 24
 
@@ -115,7 +116,7 @@ def random_prompt(count: int, vocab: int) -> torch.Tensor:
 def _steps(engine: Engine, count: int) -> tuple[float, ...]:
     """Seconds of each of `count` decoded tokens, until its logits are on the host."""
     drain = engine.store.transfer.drain
-    return tuple(timed(lambda: engine.decode_step(3).cpu(), drain) for _ in range(count))
+    return tuple(timed(lambda: engine.decode_step(TOKEN).cpu(), drain) for _ in range(count))
 
 
 def _make_host_memory(engine: Engine, tokens: int) -> None:
@@ -134,7 +135,7 @@ def _warm_up(engine: Engine, tokens: int, new: int) -> None:
         last = chunk + (tokens % chunk or chunk)
         engine.fill_random(tokens - last, new_tokens=last + new)
         engine.extend(random_prompt(last, engine.provider.vocab_size))
-    engine.decode_step(3)
+    engine.decode_step(TOKEN)
     engine.reset()
 
 

@@ -261,6 +261,7 @@ def test_wrong_input_is_one_line(
         ("family: qwen3\n", "lacks head_dim, hidden"),
         (DENSE.replace("qwen3", "llama"), "family 'llama' of the shape shape is not supported"),
         (DENSE.replace("q_heads: 4", "q_heads: 3"), "no qwen3 model can be made of the shape shape"),
+        (DENSE.replace("head_dim: 16", "head_dim: 15"), "the head size is 15 in config.json"),
     ],
 )
 def test_a_broken_shape_is_one_line(
@@ -326,6 +327,12 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     code, out, err = run_here(["--shape", shape(DENSE), "--lengths", "1K", "--plot", "a.png"], capsys)
     assert (code, out) == (2, "")
     assert err == "longgen: error: --plot needs matplotlib, which is not installed: pip install 'longgen[plot]'\n"
+
+
+def test_the_smallest_vocabulary_is_enough(shape: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", shape(DENSE.replace("vocab: 320", "vocab: 1")), "--lengths", "20", "--repeats", "1"]
+    code, out, _ = run_here(arguments, capsys)
+    assert code == 0 and json.loads(out)["rows"][0]["tokens"] == 20
 
 
 def test_long_prompts_run_once_unless_told_otherwise() -> None:
