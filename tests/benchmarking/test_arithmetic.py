@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from longgen.benchmarking.ceilings import Ceilings
 from longgen.benchmarking.measuring import Measured
 from longgen.benchmarking.rows import cell, make_row
+from longgen.costs import head_flop, layer_flop
+from longgen.engine import Engine, EngineOptions
 from longgen.kv.counters import Counters
 from longgen.kv.sizes import StoreSizes
+from longgen.model.from_shape import random_provider
+from longgen.model_shape import FULL, RECURRENT, DeltaRule, ModelShape
 from longgen.planning.plans import find_shape
 
 TOKENS, CHUNK = 131_072, 8192
@@ -142,3 +148,26 @@ def check(row: dict[str, object], expected: dict[str, float | None]) -> None:
     assert found == {
         path: value if value is None else pytest.approx(value, rel=1e-12) for path, value in expected.items()
     }
+
+
+@pytest.mark.parametrize("kinds", [(FULL, FULL), (RECURRENT, FULL)])
+def test_the_products_that_torch_counts_in_a_prefill_are_those_of_the_formula(kinds: tuple[str, ...]) -> None:
+    delta = DeltaRule(2, 4, 32, 32, 4) if RECURRENT in kinds else None
+    family = "qwen3_5" if delta else "qwen3"
+    shape = ModelShape(
+        "tiny", kinds, 64, 320, 96, 4, 2, 16, 32768, delta=delta, gated=bool(delta), dtype="float32", family=family
+    )
+    options = EngineOptions(block_size=64, chunk_size=64, ring_blocks=2)
+    engine = Engine.over(random_provider(shape, torch.device("cpu")), options)
+    tokens, chunks = 256, 4
+    with FlopCounterMode(display=False) as counter:
+        engine.prefill(list(range(tokens)), new_tokens=1)
+    counted = counter.get_flop_counts()["Global"]
+    rule = 4 * (6 * 32 * 32 + 4 * 64 * (32 + 32)) * tokens if delta else 0
+    # Norms by head, biases of the delta rule and its convolution are no matrix products.
+    small = tokens * 2 * (kinds.count(FULL) * 2 * 16 + kinds.count(RECURRENT) * (4 * 256 + 2 * 4 + 32))
+    linear, head = layer_flop(shape, tokens) - rule - small, head_flop(shape, chunks)
+    # The logits of one row are a product of matrices or of a batch of one.
+    assert head == chunks * 2 * 64 * 320 and counted[torch.ops.aten.mm] - linear in (0, head)
+    if not delta:  # whose rule is made of batches of products too
+        assert sum(counted.values()) == linear + head
