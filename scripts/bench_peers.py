@@ -3,8 +3,10 @@
     longgen       no resident blocks, and all of them
     transformers  its cache on the GPU (`dynamic`), and in host memory (`offloaded`)
 
-`ratios` are transformers' times over longgen's: offloaded over no resident blocks, dynamic over all. A table goes to
-stderr; the last line on stdout is one JSON object. What does not fit or cannot run has a reason instead of times.
+`ratios` are transformers' times over longgen's: offloaded over no resident blocks, dynamic over all. longgen makes host
+memory before the clock of its prefill starts, `pin_s` says how long that takes. Both models share their weights, so
+each peak holds them once. A table goes to stderr; the last line on stdout is one JSON object. What does not fit or
+cannot run has a reason instead of times.
 
     python scripts/bench_peers.py --tokens 128K
     python scripts/bench_peers.py --shape shape.yaml --tokens 1K --device cpu
@@ -34,7 +36,7 @@ from longgen.benchmarking.measuring import WARM_UP_STEPS, random_prompt
 from longgen.benchmarking.subject import Subject
 from longgen.benchmarking.tables import table_lines
 from longgen.config import Settings, load_settings, parse_length
-from longgen.errors import LongGenError
+from longgen.errors import LongGenError, UsageError
 from longgen.kv.transfer import make_current
 from longgen.model.from_shape import random_provider, text_config
 from longgen.model.provider import Provider
@@ -44,6 +46,7 @@ from longgen.planning.facts import machine_facts, versions
 from longgen.planning.plans import find_shape
 
 PEERS = (("dynamic", "all"), ("offloaded", "none"))  # a cache of transformers, and longgen's residency it stands beside
+MEASURED = ("pin_s", "prefill_s", "decode_ms", "device_peak_bytes")
 WARM_UP_TOKENS = 1024
 
 
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         settings = load_settings(None, {"device": options.device, "block_size": options.block_size})
+        if min(options.repeats, options.steps) < 1:
+            raise UsageError("--repeats and --steps must be 1 or more")
         device = EngineOptions(device=settings.device).torch_device()
         shape, tokens = find_shape(options.shape), parse_length(options.tokens)
         text_config(shape)
@@ -64,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *_longgen_rows(provider, shape, tokens, options, settings, device),
         *_peer_rows(provider, shape, tokens, options, device),
     ]
-    columns = ("engine", "cache", "prefill_s", "decode_ms", "device_peak_bytes", "refused")
+    columns = ("engine", "cache", *MEASURED, "refused")
     for line in table_lines(columns, [[row[column] for column in columns] for row in rows]):
         print(line, file=sys.stderr)
     result = {"command": shlex.join(sys.argv), "machine": machine_facts(device), "versions": versions()}
@@ -103,6 +108,7 @@ def _longgen_rows(
         rows.append(
             row
             | {
+                "pin_s": measured and measured["pin_s"],
                 "prefill_s": measured and measured["prefill"]["seconds"],
                 "decode_ms": measured and measured["decode"]["ms_per_token"],
                 "device_peak_bytes": measured and measured["device_peak_bytes"],
@@ -117,8 +123,7 @@ def _peer_rows(
     model = _peer_model(provider, shape, device)
     rows = []
     for cache, _ in PEERS:
-        row: dict[str, Any] = {"engine": "transformers", "cache": cache, "refused": None}
-        row |= {"prefill_s": None, "decode_ms": None, "device_peak_bytes": None}
+        row: dict[str, Any] = {"engine": "transformers", "cache": cache, "refused": None} | dict.fromkeys(MEASURED)
         if cache == "offloaded" and device.type == "cpu":
             row["refused"] = "it copies on the streams of a GPU, and this run is on the CPU"
         else:
@@ -133,12 +138,12 @@ def _peer_rows(
 
 
 def _peer_model(provider: Provider, shape: ModelShape, device: torch.device) -> Any:
-    """transformers' own model with the provider's weights, and its own fastest attention."""
+    """transformers' own model over the provider's weights, with the attention that it takes unless told otherwise."""
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(
             text_config(shape), dtype=provider.dtype, attn_implementation="sdpa"
         )
-    missing = model.load_state_dict(provider.model.state_dict(), strict=False).missing_keys
+    missing = model.load_state_dict(provider.model.state_dict(), strict=False, assign=True).missing_keys
     assert not missing, f"weights that the models do not share: {missing}"
     return model.eval().requires_grad_(False)
 

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
 import torch
 import transformers
 from prose_prompts import Prompt, greedy_prompt, is_answered, needle_prompts, read_text, reference_prose

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
 
 from longgen.model.checkpoint import SUPPORTED_TYPES
 from longgen.model.tiny import make_checkpoint

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
 from prose_prompts import reference_prose
 
 MB = 1_000_000

@@ -11,8 +11,13 @@ stdout is JSON. The folder is written after every stage.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, installed or not
+
 # The processes that make data import this file, and need nothing of what training needs.
 if __name__ == "__main__":
     from demo_checkpoint.command import main
 
-    main(__doc__)
+    sys.exit(main(__doc__))

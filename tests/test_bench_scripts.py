@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from longgen.model.from_shape import random_provider
 from tests.benchmarking.test_command import DENSE
+from tests.benchmarking.test_rows import SHAPE
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -32,6 +35,7 @@ def test_transformers_beside_longgen(tmp_path: Path) -> None:
     ours = [rows["longgen", cache] for cache in ("none", "all")]
     peer = rows["transformers", "dynamic"]
     assert all(row["prefill_s"] > 0 and row["decode_ms"] > 0 and row["refused"] is None for row in (*ours, peer))
+    assert all(row["pin_s"] > 0 for row in ours) and peer["pin_s"] is None
     assert "this run is on the CPU" in rows["transformers", "offloaded"]["refused"]
     for name in ("prefill_s", "decode_ms"):
         assert result["ratios"]["dynamic"][name] == pytest.approx(peer[name] / ours[1][name])
@@ -46,6 +50,27 @@ def test_devices_that_are_not_there_are_one_line(name: str) -> None:
     assert "device cuda:99 is not there" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("bench_peers.py", "--repeats"), ("bench_peers.py", "--steps"), ("bench_cold_start.py", "--repeats")],
+)
+def test_nothing_to_measure_is_one_line(name: str, option: str) -> None:
+    done = run_script(name, "--device", "cpu", option, "0")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert option in done.stderr and "must be 1 or more" in done.stderr
+
+
+def test_transformers_model_has_the_weights_of_ours_and_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script: Any = importlib.import_module("bench_peers")
+    device = torch.device("cpu")
+    provider = random_provider(SHAPE, device)
+    peer = script._peer_model(provider, SHAPE, device)
+    places = [{name: weight.data_ptr() for name, weight in m.state_dict().items()} for m in (provider.model, peer)]
+    assert places[0] == places[1] and "lm_head.weight" in places[0]
+    assert not any(weight.requires_grad for weight in peer.parameters())
+
+
 @pytest.mark.slow
 def test_a_cold_start_is_timed_beside_its_imports() -> None:
     done = run_script("bench_cold_start.py", "--device", "cpu", "--repeats", "1", "--max-new-tokens", "2")
@@ -54,6 +79,8 @@ def test_a_cold_start_is_timed_beside_its_imports() -> None:
     assert set(result["phases"]) == {"import", "prompt", "plan", "load", "prefill", "decode"}
     assert sum(result["phases"].values()) < result["run_s"]
     assert result["ratio"] == pytest.approx(result["run_s"] / result["imports_and_weights_s"])
+    assert 0 < result["weights_s"] < result["imports_and_weights_s"]  # a part of what such a process does
+    assert result["bare_ratio"] == pytest.approx(result["run_s"] / (result["imports_s"] + result["weights_s"]))
     assert {kind: len(times) for kind, times in result["runs"].items()} == dict.fromkeys(result["runs"], 1)
 
 
@@ -62,8 +89,9 @@ def test_medians_of_several_cold_starts(monkeypatch: pytest.MonkeyPatch) -> None
     script: Any = importlib.import_module("bench_cold_start")
     times = {kind: [(n + i, 2.0 * n) for n in (3.0, 1.0, 2.0)] for i, kind in enumerate(script.KINDS)}
     phases = [{"import": n} for n in (5.0, 7.0, 6.0)]
-    summary = script._summary(times, phases, script._parse(["--repeats", "3"]))
+    summary = script._summary(times, [0.25, 0.5, 4.0], phases, script._parse(["--repeats", "3"]))
     assert (summary["imports_s"], summary["imports_and_weights_s"], summary["run_s"]) == (2.0, 3.0, 4.0)
+    assert (summary["weights_s"], summary["bare_ratio"]) == (0.5, 4 / 2.5)
     assert summary["ratio"] == 4 / 3 and summary["cpu_ratio"] == 1 and summary["phases"] == {"import": 6.0}
     said = 'longgen: x\nlonggen: stats {"run": {}}\nlonggen: stats {"phases": {"import": 1.5}}\n'
     assert script._phases(said) == {"import": 1.5}

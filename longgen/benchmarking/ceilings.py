@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,8 @@ import torch
 from longgen.kv.transfer import open_transfer
 from longgen.model_shape import ModelShape
 from longgen.planning.measure import measure_backends, measure_copies, measure_matmul, measure_memory
+
+ROUNDS = 3  # of what runs on the device's cores, whose clock rises as they get to work; the best counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,13 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, shape: ModelShape, sizes: CeilingSizes | None = None) -> Ceilings:
-    """Measures them for a model's heads and dtype. Takes a second or two, and gives its memory back."""
+    """Measures them for a model's heads and dtype. Takes a few seconds, and gives its memory back."""
     sizes, transfer = sizes or CeilingSizes.of(device), open_transfer(device, warns=False)
     copies = measure_copies(transfer, sizes.copy_bytes)
-    rates = measure_backends(transfer, shape, sizes.rows, sizes.keys)
+    rounds = [measure_backends(transfer, shape, sizes.rows, sizes.keys) for _ in range(ROUNDS)]
+    rates = {name: max(rates[name] for rates in rounds) for name in rounds[0]}
     best = max(rates, key=lambda name: rates[name])
+    matmul = _best(lambda: measure_matmul(transfer, getattr(torch, shape.dtype), sizes.side))
     ceilings = Ceilings(
         h2d_gbps=copies.load / 1e9,
         d2h_gbps=copies.offload / 1e9,
@@ -69,10 +73,14 @@ def measure_ceilings(device: torch.device, shape: ModelShape, sizes: CeilingSize
         attention_tflops=rates[best] / 1e12,
         attention_backend=best,
         backends={name: rate / 1e12 for name, rate in rates.items()},
-        matmul_tflops=measure_matmul(transfer, getattr(torch, shape.dtype), sizes.side) / 1e12,
-        device_gbps=measure_memory(transfer, sizes.copy_bytes) / 1e9,
+        matmul_tflops=matmul / 1e12,
+        device_gbps=_best(lambda: measure_memory(transfer, sizes.copy_bytes)) / 1e9,
         pinned_refusal=copies.pinned_refusal,
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return ceilings
+
+
+def _best(measure: Callable[[], float]) -> float:
+    return max(measure() for _ in range(ROUNDS))

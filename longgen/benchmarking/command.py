@@ -31,6 +31,7 @@ from longgen.planning.facts import machine_facts, versions
 from longgen.planning.opening import meter_of, options_of, plan_again
 from longgen.planning.plans import Limits, device_rates, hold_to, run_machine, summary
 from longgen.run.preparation import engine_options
+from longgen.shortage import shortage_reported
 from longgen.tracing import trace_path, traced
 
 LONG_TOKENS = 512 << 10  # from here on one run is enough, and takes long enough
@@ -98,7 +99,7 @@ def bench(
         found = Bench(subject, options, settings, device, err, trace)
         result = {"command": command, "machine": machine_facts(device), "versions": versions()} | found.result()
     print(json.dumps(result), file=out, flush=True)
-    if options.plot is not None:
+    if options.plot is not None and result["rows"]:
         draw(options.plot, f"{subject.shape.name} on {result['machine'].get('gpu', 'the CPU')}", result["rows"])
     return CapacityError.exit_code if result["refused"] else 0
 
@@ -123,7 +124,8 @@ class Bench:
         self._machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), device)
         if device.type == "cuda":
             self._machine = replace(self._machine, rates=device_rates(device, subject.shape))
-        self._ceilings = measure_ceilings(device, subject.shape)
+        with shortage_reported("measuring the ceilings", device):
+            self._ceilings = measure_ceilings(device, subject.shape)
 
     def result(self) -> dict[str, Any]:
         """Runs every length that fits. The table is complete, or ends where the run was interrupted."""
@@ -137,7 +139,8 @@ class Bench:
                 plans.append(self._planner(tokens).plan(tokens, bench_tokens(tokens, self._options.steps) - tokens))
         try:
             if plans:
-                provider = self._subject.load(self._device)
+                with shortage_reported("loading the model", self._device):
+                    provider = self._subject.load(self._device)
                 if self._settings.compile:
                     provider.compile({1, *(plan.sizes.chunk_tokens for plan in plans)})
             longest = max((plan.prompt for plan in plans), default=0)
@@ -181,9 +184,11 @@ class Bench:
         options = replace(engine_options(self._settings), dtype=self._subject.shape.dtype)
         plan = self._fitted(provider, plan, options)
         repeats = self._options.repeats_of(plan.prompt)
+        doing = f"measuring {plan.prompt:,} tokens"
         with (
             traced(trace_file, self._device, self._err, chunks=self._settings.trace_chunks, armed=False) as trace,
             closing(HostSupply(open_transfer(self._device))) as supply,
+            shortage_reported(doing, self._device),
         ):
             engine = Engine.over(provider, options_of(plan, options), None, supply, trace)
             chosen = self._options

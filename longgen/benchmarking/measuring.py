@@ -14,6 +14,7 @@ from longgen.planning.measure import measure_loads, timed
 from longgen.tracing import STEPS, Trace
 
 WARM_UP_CHUNKS, WARM_UP_STEPS = 3, 2
+TOKEN = 0  # that every step decodes: any vocabulary has it
 LOADED_BYTES = 1 << 30  # copied to learn the wire's rate for copies of a run's size
 LOADED_BYTES_CPU = 1 << 24
 
@@ -24,7 +25,7 @@ class Measured:
 
     Attributes:
         tokens: of the prompt.
-        pin_seconds, host_bytes: to make the host memory of the request, before the clock of the prefill starts.
+        pin_seconds, host_bytes: to make the host memory of the request, all of it and before the first pass.
         prefills: of each repeat; empty where the cache was filled with random KV instead.
         prefill: what was moved in the last of them.
         steps: of each decoded token, until the host has its logits; the first few are not among them.
@@ -55,12 +56,12 @@ def measure_length(engine: Engine, tokens: int, *, repeats: int, steps: int, ran
     """
     store, drain = engine.store, engine.store.transfer.drain
     new = WARM_UP_STEPS + steps
-    _warm_up(engine, tokens)
     copy_bytes, copy_rate = _measure_copies(engine, tokens)
-    _forget_peaks(engine.provider.device)
-    store.announce(0, tokens + new)
-    pin_seconds = timed(lambda: store.grow(0, tokens + new), drain)
+    # Before any pass: later ones find this memory in the pool, so that no clock but this one counts its making.
+    pin_seconds = timed(lambda: _make_host_memory(engine, tokens + new), drain)
     host_bytes = store.host_bytes
+    _warm_up(engine, tokens, new)
+    _forget_peaks(engine.provider.device)
     prefills = []
     if random_kv:
         engine.fill_random(tokens, new_tokens=new)
@@ -115,16 +116,26 @@ def random_prompt(count: int, vocab: int) -> torch.Tensor:
 def _steps(engine: Engine, count: int) -> tuple[float, ...]:
     """Seconds of each of `count` decoded tokens, until its logits are on the host."""
     drain = engine.store.transfer.drain
-    return tuple(timed(lambda: engine.decode_step(3).cpu(), drain) for _ in range(count))
+    return tuple(timed(lambda: engine.decode_step(TOKEN).cpu(), drain) for _ in range(count))
 
 
-def _warm_up(engine: Engine, tokens: int) -> None:
-    """What is made on first use: a few chunks, the last of them cut short as the prompt's, and a token."""
+def _make_host_memory(engine: Engine, tokens: int) -> None:
+    """All that a request of so many tokens needs."""
+    engine.store.announce(0, tokens)
+    engine.store.grow(0, tokens)
+
+
+def _warm_up(engine: Engine, tokens: int, new: int) -> None:
+    """What is made on first use: the prompt's first chunks, its last two at their depth, over random K and V, where
+    attention reads everything that it reads at all, and a token. new: tokens that are announced beyond the prompt."""
     chunk = engine.chunk_tokens
-    rest = tokens % chunk or chunk
-    short = min(tokens, (WARM_UP_CHUNKS - 1) * chunk + rest)
-    engine.prefill(random_prompt(short, engine.provider.vocab_size), new_tokens=1)
-    engine.decode_step(3)
+    first = min(tokens, WARM_UP_CHUNKS * chunk)
+    engine.prefill(random_prompt(first, engine.provider.vocab_size), new_tokens=tokens + new - first)
+    if first < tokens:
+        last = chunk + (tokens % chunk or chunk)
+        engine.fill_random(tokens - last, new_tokens=last + new)
+        engine.extend(random_prompt(last, engine.provider.vocab_size))
+    engine.decode_step(TOKEN)
     engine.reset()
 
 

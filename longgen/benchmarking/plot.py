@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longgen.benchmarking.rows import cell
-from longgen.errors import UsageError
+from longgen.errors import OutputError, UsageError
 from longgen.units import show_length
 
 # (title, unit, value, its roofline)
@@ -26,14 +26,21 @@ def check_plot(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}")
     known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
+    if path.suffix.removeprefix(".").lower() not in known:
         raise UsageError(f"--plot {path}: the file's ending must be one of {', '.join(sorted(known))}")
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"--plot {path} cannot be written: {error.strerror or error}") from None
+    if not there:
+        path.unlink()
 
 
 def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Seconds of prefill and of a decoded token against tokens, with the roofline of each.
 
-    Raises UsageError if the file cannot be written.
+    Raises OutputError if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -53,4 +60,4 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     try:
         figure.savefig(path)
     except OSError as error:
-        raise UsageError(f"--plot {path} cannot be written: {error.strerror or error}") from error
+        raise OutputError(error, f"--plot {path}") from error

@@ -8,6 +8,7 @@ from typing import Any
 from longgen.benchmarking.ceilings import Ceilings
 from longgen.benchmarking.measuring import Measured
 from longgen.costs import attention_flop, head_flop, layer_flop, step_read_bytes
+from longgen.kv.counters import Counters
 from longgen.kv.shape import KVShape
 from longgen.kv.sizes import StoreSizes
 from longgen.model_shape import ModelShape
@@ -57,14 +58,12 @@ def make_row(
 def prefill_row(shape: ModelShape, chunk: int, measured: Measured, ceilings: Ceilings) -> dict[str, Any]:
     """The median prefill. The roofline does all arithmetic at the measured rates and nothing else.
 
-    of_wire: of the rate of loads beside offloads, where tokens are offloaded.   of_attention: attention's FLOP alone
-    over the whole time.
+    of_wire: the time that loads and offloads take on the wire if they run beside each other as long as there are both.
+    of_attention: attention's FLOP alone over the whole time.
     """
     seconds, tokens = statistics.median(measured.prefills), measured.tokens
     attention = attention_flop(shape, tokens, 0)
     linear = layer_flop(shape, tokens) + head_flop(shape, -(-tokens // chunk))
-    wire = ceilings.both_gbps if measured.prefill.d2h_bytes else ceilings.h2d_gbps
-    loaded = measured.prefill.h2d_bytes / seconds / 1e9
     roofline = attention / (ceilings.attention_tflops * 1e12) + linear / (ceilings.matmul_tflops * 1e12)
     return {
         "seconds": seconds,
@@ -76,11 +75,18 @@ def prefill_row(shape: ModelShape, chunk: int, measured: Measured, ceilings: Cei
         "of_attention": attention / seconds / 1e12 / ceilings.attention_tflops,
         "h2d_bytes": measured.prefill.h2d_bytes,
         "d2h_bytes": measured.prefill.d2h_bytes,
-        "h2d_gbps": loaded,
-        "of_wire": loaded / wire,
+        "h2d_gbps": measured.prefill.h2d_bytes / seconds / 1e9,
+        "of_wire": _wire_seconds(measured.prefill, ceilings) / seconds,
         "roofline_s": roofline,
         "times_roofline": seconds / roofline,
     }
+
+
+def _wire_seconds(moved: Counters, ceilings: Ceilings) -> float:
+    """The least seconds that copies take: both ways at once, and what is left of one way alone."""
+    both = min(moved.h2d_bytes, moved.d2h_bytes)
+    loads, offloads = moved.h2d_bytes - both, moved.d2h_bytes - both
+    return (both / ceilings.both_gbps + loads / ceilings.h2d_gbps + offloads / ceilings.d2h_gbps) / 1e9
 
 
 def decode_row(shape: ModelShape, measured: Measured, ceilings: Ceilings) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers
@@ -29,9 +30,10 @@ class TextEncoder:
         self, backend: Any, rule: str | None, *, piece_chars: int = PIECE_CHARS, window_bytes: int = WINDOW_BYTES
     ) -> None:
         self._normalizer, self._piece_chars = backend.normalizer, piece_chars
-        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+        self._backend, self._window_bytes = backend, window_bytes
         self._byte_ids: list[int] | None = None
         if rule is None:
+            vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
             characters = {byte: character for character, byte in byte_of_character().items()}
             self._byte_ids = [vocabulary[characters[byte]] for byte in range(256)]
             return
@@ -39,18 +41,21 @@ class TextEncoder:
         self._words: Any = Tokenizer(backend.model)
         self._words.pre_tokenizer = backend.pre_tokenizer
         self._boundaries = WordBoundaries(rule, piece_chars)
-        self._long_words = LongWords(backend.model, vocabulary, window_bytes)
+
+    @cached_property
+    def _long_words(self) -> LongWords:
+        """Made when the first long word comes: few texts have one, and a large vocabulary takes a while to copy."""
+        return LongWords(self._backend.model, self._backend.get_vocab(with_added_tokens=False), self._window_bytes)
 
     @classmethod
     def for_backend(cls, backend: Any) -> TextEncoder | None:
         """An encoder that agrees with `backend` on every text, or None where that is not certain."""
         if not _merges_plainly(backend.model) or not isinstance(backend.normalizer, (normalizers.NFC, type(None))):
             return None
-        vocabulary = backend.get_vocab(with_added_tokens=False)
         splits, only_bytes = _steps(backend.pre_tokenizer)
         if not only_bytes:
             return None
-        if vocabulary.keys() == byte_of_character().keys():
+        if _has_only_bytes(backend):
             return cls(backend, None)
         return cls(backend, splits[0]) if len(splits) == 1 and splits[0] in RULES else None
 
@@ -105,6 +110,13 @@ def _merges_plainly(model: Any) -> bool:
         or model.continuing_subword_prefix
         or model.end_of_word_suffix
     )
+
+
+def _has_only_bytes(backend: Any) -> bool:
+    """Whether each token of the model is a byte. A large vocabulary is not copied to find out."""
+    characters = byte_of_character().keys()
+    alike = backend.get_vocab_size(with_added_tokens=False) == len(characters)
+    return alike and backend.get_vocab(with_added_tokens=False).keys() == characters
 
 
 def _steps(pre_tokenizer: Any) -> tuple[list[str], bool]:

@@ -34,9 +34,10 @@ def text_config(shape: ModelShape) -> Any:
         config = AutoConfig.for_model(kind, **_common(shape), **_layers(shape), **_experts(shape), **_delta(shape))
         check_shape(config)
         made = model_shape(config, shape.name, shape.dtype)
-    # Each library refuses what it does not like with errors of its own.
+    # Each library refuses what it does not like with errors of its own, some of them in several lines.
     except Exception as error:
-        raise UsageError(f"no {kind} model can be made of the shape {shape.name}: {error}") from None
+        why = " ".join(str(error).split())
+        raise UsageError(f"no {kind} model can be made of the shape {shape.name}: {why}") from None
     differing = [name for name in ModelShape.__slots__ if getattr(made, name) != getattr(shape, name)]
     if differing:
         was, wanted = getattr(made, differing[0]), getattr(shape, differing[0])

@@ -50,6 +50,8 @@ def check_shape(config: Any) -> None:
             f"dtype {str(dtype).removeprefix('torch.')} of config.json is not supported; supported are "
             f"{', '.join(str(known).removeprefix('torch.') for known in _DTYPES)}"
         )
+    if head_dim(config) % 2:
+        raise CheckpointError(f"the head size is {head_dim(config)} in config.json; rotary angles need an even one")
     attention_layers(config)
 
 

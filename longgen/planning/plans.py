@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -107,6 +108,11 @@ def rates_of(limits: Limits, base: Rates) -> Rates:
 
 
 def _has_cuda() -> bool:
+    """Whether torch sees a GPU. Without the driver's library it cannot, and is not imported to find that out."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
     import torch
 
     return torch.cuda.is_available()

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,10 @@ from demo_checkpoint.model import make_model, save_checkpoint
 from demo_checkpoint.train import TrainOptions, scaled, train
 from longgen.config import parse_length
 from longgen.engine import EngineOptions
+from longgen.errors import LongGenError, UsageError
 from longgen.model.checkpoint import DEMO_FOLDER
+
+SHORTEST = 1024  # bytes of a text to evaluate
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -50,30 +54,56 @@ def parse(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(description: str | None) -> None:
+def main(description: str | None) -> int:
+    """Returns the exit code. What is wrong with the options is said in one line, before anything is trained."""
     args = parse(description)
-    device = EngineOptions(device=args.device).torch_device()
-    on_gpu = device.type == "cuda"
+    try:
+        summary = _run(args)
+    except LongGenError as error:
+        print(f"train_demo_checkpoint: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(summary))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    options = EngineOptions(device=args.device, chunk_size=parse_length(args.eval_chunk))
+    options.chunk_tokens()  # raises for a chunk that is not a multiple of the block
+    device = options.torch_device()
+    sizes = _sizes(args, device)
     start = time.monotonic()
     if not args.evaluate_only:
         _train(args, device)
     trained = time.monotonic() - start
-    lengths = args.eval_lengths
-    if lengths is None:
-        lengths = "1K,8K,64K,512K" if on_gpu else "1K,8K,32K"
-    sizes = [parse_length(length) for length in lengths.split(",") if length]
-    engine = EngineOptions(device=args.device, chunk_size=parse_length(args.eval_chunk))
-    asked = evaluate(args.out, engine, sizes, args.eval_depths, distractors=args.eval_distractors, seed=args.seed)
+    asked = evaluate(args.out, options, sizes, args.eval_depths, distractors=args.eval_distractors, seed=args.seed)
     rows = report(asked) if sizes else []
-    summary = {
+    return {
         "folder": str(args.out),
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "seed": args.seed,
         "train_seconds": round(trained, 1),
         "rows": [asdict(row) for row in rows],
     }
-    print(json.dumps(summary))
+
+
+def _sizes(args: argparse.Namespace, device: torch.device) -> list[int]:
+    """The lengths to evaluate. Raises UsageError for what is wrong with these options and for a folder that cannot be
+    made."""
+    lengths = args.eval_lengths
+    if lengths is None:
+        lengths = "1K,8K,64K,512K" if device.type == "cuda" else "1K,8K,32K"
+    sizes = [parse_length(length) for length in lengths.split(",")] if lengths else []
+    if min(sizes, default=SHORTEST) < SHORTEST:
+        raise UsageError(f"--eval-lengths {lengths}: a text with its needles takes {SHORTEST:,} bytes or more")
+    if args.eval_depths < 1 or not 1 <= args.stages <= len(STAGES):
+        raise UsageError(f"--eval-depths must be 1 or more, and --stages 1 to {len(STAGES)}")
+    if not args.evaluate_only:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {args.out} cannot be made: {error.strerror}") from None
+    return sizes
 
 
 def _train(args: argparse.Namespace, device: torch.device) -> None:

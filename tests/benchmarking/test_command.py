@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,11 @@ def check_prefill(row: dict[str, Any], ceilings: dict[str, Any]) -> None:
         prefill["attention_flop"] / seconds / 1e12 / ceilings["attention_tflops"]
     )
     assert prefill["h2d_gbps"] == pytest.approx(prefill["h2d_bytes"] / seconds / 1e9)
-    assert prefill["of_wire"] == pytest.approx(prefill["h2d_gbps"] / ceilings["both_gbps"])
+    loaded, offloaded = prefill["h2d_bytes"], prefill["d2h_bytes"]
+    both = min(loaded, offloaded)
+    wire = both / ceilings["both_gbps"] + (loaded - both) / ceilings["h2d_gbps"]
+    wire += (offloaded - both) / ceilings["d2h_gbps"]
+    assert prefill["of_wire"] == pytest.approx(wire / 1e9 / seconds)
     roofline = (
         prefill["attention_flop"] / ceilings["attention_tflops"] + prefill["linear_flop"] / (ceilings["matmul_tflops"])
     )
@@ -229,14 +234,22 @@ def test_a_length_that_runs_out_of_memory_leaves_the_others_alone(
         (["--model", "./absent", "--lengths", "1K"], "there is no folder absent\n"),
         (["--shape", "SHAPE", "--lengths", "1K", "--plot", "absent/a.png"], "there is no folder absent"),
         (["--shape", "SHAPE", "--lengths", "1K", "--plot", "a.docx"], "ending must be one of"),
+        (["--shape", "SHAPE", "--lengths", "1K", "--plot", "FOLDER.png"], "cannot be written: Is a directory"),
+        (["--shape", "SHAPE", "--lengths", "1K", "--plot", "/proc/a.png"], "cannot be written: "),
         (["--shape", "SHAPE", "--lengths", "1K", "--trace", "absent/t.json"], "the trace absent/t.json cannot be"),
     ],
 )
 def test_wrong_input_is_one_line(
-    arguments: list[str], message: str, shape: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    shape: Callable[[str], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = shape(DENSE)
-    code, out, err = run_here([file if word == "SHAPE" else word for word in arguments], capsys)
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    names = {"SHAPE": shape(DENSE), "FOLDER.png": str(folder)}
+    code, out, err = run_here([names.get(word, word) for word in arguments], capsys)
     assert (code, out) == (2, "")
     assert err.startswith("longgen: error: ") and err.count("\n") == 1 and message in err
 
@@ -248,6 +261,7 @@ def test_wrong_input_is_one_line(
         ("family: qwen3\n", "lacks head_dim, hidden"),
         (DENSE.replace("qwen3", "llama"), "family is 'llama'; it must be one of qwen2, "),
         (DENSE + "experts: {count: 4, active: 2, width: 8}\n", "no qwen3 model can be made of the shape shape"),
+        (DENSE.replace("head_dim: 16", "head_dim: 15"), "no qwen3 model can be made of the shape shape"),
     ],
 )
 def test_a_broken_shape_is_one_line(
@@ -258,6 +272,53 @@ def test_a_broken_shape_is_one_line(
     assert err.startswith("longgen: error: ") and err.count("\n") == 1 and message in err
 
 
+def test_a_plot_leaves_nothing_where_nothing_was_measured(
+    shape: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "times.PNG"
+    arguments = ["--shape", shape(DENSE), "--lengths", "64M", "--cpu-memory", "1GiB", "--plot", str(picture)]
+    code, out, _ = run_here(arguments, capsys)
+    assert code == 1 and json.loads(out)["rows"] == [] and not picture.exists()
+
+
+def test_a_plot_that_cannot_be_written_after_all_does_not_take_the_figures_along(
+    shape: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.png").mkdir()
+    monkeypatch.setattr(command, "check_plot", lambda path: None)
+    arguments = ["--shape", shape(DENSE), "--lengths", "20", "--repeats", "1", "--plot", str(tmp_path / "a.png")]
+    code, out, err = run_here(arguments, capsys)
+    assert code == 1 and json.loads(out)["rows"]
+    assert err.splitlines()[-1] == f"longgen: error: --plot {tmp_path / 'a.png'} cannot be written: Is a directory"
+
+
+@pytest.mark.parametrize(
+    ("where", "doing"),
+    [
+        ("measure_ceilings", "measuring the ceilings"),
+        ("find_subject", "loading the model"),
+        ("measure_length", "measuring 20 tokens"),
+    ],
+)
+def test_device_memory_that_runs_out_is_one_line(
+    where: str,
+    doing: str,
+    shape: Callable[[str], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = command.find_subject
+
+    def run_out(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    found = (lambda *given: replace(find(*given), load=run_out)) if where == "find_subject" else run_out
+    monkeypatch.setattr(command, where, found)
+    code, _, err = run_here(["--shape", shape(DENSE), "--lengths", "20"], capsys)
+    assert code == 1 and f"longgen: error: device memory ran out while {doing}: lower" in err
+    assert "Traceback" not in err
+
+
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     shape: Callable[[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +327,12 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     code, out, err = run_here(["--shape", shape(DENSE), "--lengths", "1K", "--plot", "a.png"], capsys)
     assert (code, out) == (2, "")
     assert err == "longgen: error: --plot needs matplotlib, which is not installed: pip install 'longgen[plot]'\n"
+
+
+def test_the_smallest_vocabulary_is_enough(shape: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", shape(DENSE.replace("vocab: 320", "vocab: 1")), "--lengths", "20", "--repeats", "1"]
+    code, out, _ = run_here(arguments, capsys)
+    assert code == 0 and json.loads(out)["rows"][0]["tokens"] == 20
 
 
 def test_long_prompts_run_once_unless_told_otherwise() -> None:

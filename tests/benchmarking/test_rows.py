@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longgen.benchmarking import ceilings, measuring
 from longgen.benchmarking.ceilings import Ceilings
 from longgen.benchmarking.measuring import Measured, bench_tokens, measure_length
 from longgen.benchmarking.rows import COLUMNS, cell, make_row
@@ -14,9 +15,11 @@ from longgen.benchmarking.tables import table_lines
 from longgen.costs import attention_flop, head_flop, layer_flop, step_read_bytes
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.counters import Counters
+from longgen.kv.passes import Pass
 from longgen.kv.sizes import StoreSizes
 from longgen.model.from_shape import random_provider
 from longgen.model_shape import FULL, WINDOW, ModelShape
+from longgen.sparse.base import Phase
 
 SHAPE = ModelShape("tiny", (FULL,) * 2, 64, 320, 96, 4, 2, 16, 32768, tied=True, dtype="float32")
 CEILINGS = Ceilings(
@@ -55,7 +58,7 @@ def test_medians_and_shares_of_the_ceilings() -> None:
     assert isinstance(prefill, dict) and isinstance(decode, dict)
     assert prefill["seconds"] == 3.0 and prefill["runs"] == [4.0, 2.0, 3.0]
     assert prefill["tokens_per_s"] == pytest.approx(1000 / 3)
-    assert prefill["h2d_gbps"] == 10.0 and prefill["of_wire"] == 10 / 25  # loads beside offloads
+    assert prefill["h2d_gbps"] == 10.0
     attention, linear = attention_flop(SHAPE, 1000, 0), layer_flop(SHAPE, 1000) + head_flop(SHAPE, 16)
     assert prefill["roofline_s"] == pytest.approx(attention / 2e12 + linear / 4e12)
     assert prefill["times_roofline"] == pytest.approx(3.0 / prefill["roofline_s"])
@@ -73,9 +76,33 @@ def test_medians_and_shares_of_the_ceilings() -> None:
     )
 
 
-def test_loads_alone_are_held_against_the_wire_alone() -> None:
-    prefill = row_of(replace(MEASURED, prefill=Counters(h2d_bytes=30_000_000_000)))["prefill"]
-    assert isinstance(prefill, dict) and prefill["of_wire"] == 10 / 50
+@pytest.mark.parametrize(
+    ("loaded", "offloaded", "wire"),
+    [
+        (30e9, 0, 30 / 50),  # loads alone
+        (0, 20e9, 20 / 40),
+        (10e9, 10e9, 10 / 25),  # both ways at once
+        (30e9, 10e9, 10 / 25 + 20 / 50),  # as in a long prefill: most loads have no offload beside them
+        (5e9, 25e9, 5 / 25 + 20 / 40),
+    ],
+)
+def test_the_share_of_the_wire_is_of_the_least_time_that_the_copies_take(
+    loaded: float, offloaded: float, wire: float
+) -> None:
+    moved = Counters(h2d_bytes=int(loaded), d2h_bytes=int(offloaded))
+    assert cell(row_of(replace(MEASURED, prefill=moved)), "prefill.of_wire") == pytest.approx(wire / 3)
+
+
+def test_a_ceiling_is_the_best_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = iter([{"a": 3e12, "b": 1e12}, {"a": 2e12, "b": 5e12}, {"a": 4e12, "b": 1e12}])
+    matmul, memory = iter([1e12, 7e12, 6e12]), iter([4e9, 3e9, 2e9])
+    monkeypatch.setattr(ceilings, "measure_backends", lambda *_: next(backends))
+    monkeypatch.setattr(ceilings, "measure_matmul", lambda *_: next(matmul))
+    monkeypatch.setattr(ceilings, "measure_memory", lambda *_: next(memory))
+    found = ceilings.measure_ceilings(torch.device("cpu"), SHAPE)
+    assert found.backends == {"a": 4.0, "b": 5.0}
+    assert (found.attention_backend, found.attention_tflops) == ("b", 5.0)
+    assert (found.matmul_tflops, found.device_gbps) == (7.0, 4.0)
 
 
 def test_what_was_not_measured_is_none() -> None:
@@ -117,6 +144,37 @@ def test_random_kv_takes_the_place_of_the_prefill() -> None:
     assert measured.prefills == () and len(measured.steps) == 2
     assert measured.step_loaded == 2 * 2 * 2 * 16 * 4 * 144
     assert engine.store.length(0) == bench_tokens(150, 2)
+
+
+@pytest.mark.parametrize("tokens", [100, 150, 600])
+def test_host_memory_is_made_before_any_pass_and_the_warm_up_reaches_the_depth_of_the_prompt(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.over(
+        random_provider(SHAPE, torch.device("cpu")),
+        EngineOptions(block_size=16, chunk_size=64, resident_blocks=2, ring_entries=2, ring_blocks=2),
+    )
+    done: list[tuple[str, int]] = []
+    transfer, begin, make = engine.store.transfer, engine.store.begin, engine.store.transfer.allocate_host
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        done.append(("made", nbytes))
+        return make(nbytes)
+
+    def open_pass(requests: list[tuple[int, int]], phase: Phase) -> Pass:
+        done.append(("pass", engine.store.length(0) + requests[0][1]))
+        return begin(requests, phase)
+
+    monkeypatch.setattr(measuring, "_measure_copies", lambda *_: (None, None))
+    monkeypatch.setattr(transfer, "allocate_host", allocate)
+    monkeypatch.setattr(engine.store, "begin", open_pass)
+    measured = measure_length(engine, tokens, repeats=2, steps=1, random_kv=False)
+    what = [name for name, _ in done]
+    first = what.index("pass")
+    assert "made" not in what[first:]
+    assert measured.host_bytes == sum(nbytes for _, nbytes in done[:first]) == engine.store.host_bytes
+    ends = [end for name, end in done if name == "pass"]
+    assert ends.index(tokens) < ends.index(64, 1)  # before the first chunk of the first prefill that counts
 
 
 @pytest.mark.parametrize("past", [0, 5, 300])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +122,44 @@ def test_the_folder_is_an_ordinary_checkpoint(part: Any, tmp_path: Path) -> None
     assert tokenizer.decode(list(text.encode())) == text
     # Bytes that are no text, one by one.
     assert tokenizer.decode([0xFF, 0x41, 0xE6, 0xBC, 0xA2, 256]) == "\ufffdA漢"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cuda:99"], "device cuda:99 is not there"),
+        (["--eval-lengths", "16Q"], "'16Q' is not a length"),
+        (["--eval-lengths", "8K,100"], "takes 1,024 bytes or more"),
+        (["--eval-depths", "0"], "--eval-depths must be 1 or more"),
+        (["--stages", "0"], "--stages 1 to 5"),
+        (["--eval-chunk", "100"], "not a multiple of the block size"),
+        (["--out", "FILE/folder"], "cannot be made: Not a directory"),
+        (["--evaluate-only", "--out", "FILE/folder"], "there is no folder"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_is_trained(
+    part: Any,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command, file = part("command"), tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(command, "_train", lambda *_: pytest.fail("it trains"))
+    given = ["--out", str(tmp_path), *(option.replace("FILE", str(file)) for option in options)]
+    monkeypatch.setattr("sys.argv", ["train_demo_checkpoint.py", *given])
+    assert command.main("About.") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("train_demo_checkpoint: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("name", ["train_demo_checkpoint", "make_needle_examples", "make_tiny_checkpoint"])
+def test_scripts_run_from_a_checkout(name: str, tmp_path: Path) -> None:
+    # Without the site, nothing that is installed is found but by its path.
+    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))}
+    command = [sys.executable, "-S", str(SCRIPTS / f"{name}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr

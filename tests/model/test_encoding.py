@@ -182,6 +182,32 @@ def test_a_model_without_merges_takes_each_byte_for_a_token() -> None:
     assert encoded(encoder, text) == backend.encode(text, add_special_tokens=False).ids == list(text.encode())
 
 
+class Counting:
+    """A tokenizer that counts how often its vocabulary is copied."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.copies = backend, 0
+
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+        self.copies += 1
+        vocabulary: dict[str, int] = self.backend.get_vocab(with_added_tokens=with_added_tokens)
+        return vocabulary
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+def test_the_vocabulary_is_copied_once_and_only_for_a_word_beyond_the_pieces(backends: dict[str, Any]) -> None:
+    backend = Counting(backends["Qwen2"])
+    encoder = TextEncoder.for_backend(backend)
+    assert encoder is not None
+    encoded(encoder, "The end. " * 500)
+    assert backend.copies == 0
+    for _ in range(2):
+        encoded(encoder, "a" * 100_000)
+        assert backend.copies == 1
+
+
 def _changed(backend: Any, **parts: Any) -> Any:
     copy = Tokenizer.from_str(backend.to_str())
     for name, part in parts.items():

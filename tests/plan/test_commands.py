@@ -59,6 +59,36 @@ def test_a_plan_for_several_lengths_is_one_table(capsys: pytest.CaptureFixture[s
     assert lines[-2].startswith("4M: chunk ")
 
 
+# As on a machine without the driver, whatever this one has.
+PLAN_WITHOUT_A_DRIVER = """
+import ctypes, sys
+usual = ctypes.CDLL
+def loaded(name, *rest, **more):
+    if name == "libcuda.so.1":
+        raise OSError(name)
+    return usual(name, *rest, **more)
+ctypes.CDLL = loaded
+from longgen.cli import main
+code = main(sys.argv[1:])
+sys.exit(code or 10 * bool({"torch", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--model", "qwen"], ["--model", "qwen", "--max-len", "1M", *BIG]])
+def test_a_plan_without_a_gpu_imports_no_torch(options: list[str]) -> None:
+    command = [sys.executable, "-c", PLAN_WITHOUT_A_DRIVER, "plan", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "qwen" in done.stdout
+
+
+def test_a_gpu_that_torch_does_not_see_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    assert not plans._has_cuda()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert plans._has_cuda()
+
+
 def test_a_plan_as_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "qwen", "--max-len", "4M", "--json", *BIG]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
