@@ -205,6 +205,14 @@ def parse_length(text: str) -> int:
     raise UsageError(f"{text!r} is not a length; {_LENGTH_HELP}")
 
 
+def parse_lengths(name: str, text: str) -> tuple[int, ...]:
+    """Tokens from lengths with commas between them. Raises UsageError, which begins with the setting's name."""
+    try:
+        return tuple(parse_length(part) for part in text.split(","))
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
 def _whole(text: str) -> int:
     if _WHOLE.fullmatch(text) and int(text) < 2**63:
         return int(text)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from longgen.kv.shape import AttentionLayer, KVShape
 
 FULL, WINDOW, RECURRENT = "full", "window", "recurrent"
+FAMILIES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 DTYPE_BYTES = (("bfloat16", 2), ("float16", 2), ("float32", 4))
 
 

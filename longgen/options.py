@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from longgen.errors import UsageError
-from longgen.kv.sizes import StoreSizes
+from longgen.kv.sizes import StoreSizes, check_chunk
 from longgen.kv.transfer import with_index
 
 DEFAULT_CHUNK_TOKENS = 4096
@@ -50,8 +50,7 @@ class EngineOptions:
         """The chunk size in effect. Raises UsageError if it is not a multiple of the block size."""
         if self.chunk_size is None:
             return max(1, DEFAULT_CHUNK_TOKENS // self.block_size) * self.block_size
-        if self.chunk_size < 1 or self.chunk_size % self.block_size:
-            raise UsageError(f"chunk size {self.chunk_size} is not a multiple of the block size {self.block_size}")
+        check_chunk(self.chunk_size, self.block_size)
         return self.chunk_size
 
     def store_sizes(self) -> StoreSizes:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longgen import __version__
@@ -165,7 +166,7 @@ def _folder_with_config(folder: Path, **config: object) -> Path:
 def test_what_is_wrong_with_a_checkpoint_is_one_line_and_exit_code_2(
     tmp_path: Path, prompt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.nn.Module, "__init__", _no_module)
+    monkeypatch.setattr("longgen.model.checkpoint._from_pretrained", _no_weights)
     folders = {
         tmp_path / "nowhere": "nowhere",
         _folder_with_config(tmp_path / "other", model_type="llama"): "'llama'",
@@ -180,8 +181,8 @@ def test_what_is_wrong_with_a_checkpoint_is_one_line_and_exit_code_2(
         assert named in captured.err
 
 
-def _no_module(*_: object, **__: object) -> None:
-    raise AssertionError("a model was built")
+def _no_weights(*_: object, **__: object) -> None:
+    raise AssertionError("weights were loaded")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_what_is_wrong_with_a_checkpoints_files_is_one_line_before_the_weights_a
     flags: tuple[str, ...],
     message: str,
 ) -> None:
-    monkeypatch.setattr(torch.nn.Module, "__init__", _no_module)
+    monkeypatch.setattr("longgen.model.checkpoint._from_pretrained", _no_weights)
     assert main(_command(_damaged(checkpoint, tmp_path / "copy", file, text), prompt, *flags)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -311,9 +312,12 @@ def test_what_is_wrong_with_a_checkpoints_files_is_one_line_before_the_weights_a
 def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused_before_the_weights_are_loaded(
     checkpoint: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.nn.Module, "__init__", _no_module)
+    monkeypatch.setattr("longgen.model.checkpoint._from_pretrained", _no_weights)
     config = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 30}
     copied = _damaged(checkpoint, tmp_path / "copy", "config.json", json.dumps(config))
+    weights = load_file(copied / "model.safetensors")
+    ends = {name: weights[name][:30].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(weights | ends, copied / "model.safetensors", metadata={"format": "pt"})
     assert main(_command(copied, prompt)) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("longgen: error: the tokenizer is not this model's: ")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from longgen.commands.common import CpuMemory, GpuMemory, stopping
-from longgen.config import load_settings, parse_length
+from longgen.config import load_settings, parse_lengths
 from longgen.errors import UsageError
 from longgen.run.interrupts import raise_interrupts
 
@@ -60,7 +60,7 @@ def bench(
     settings = load_settings(None, {name: given[name] for name in names})
     if not lengths:
         raise UsageError("give --lengths, such as 16K,128K; longgen bench --help explains it")
-    wanted = tuple(parse_length(text) for text in lengths.split(","))
+    wanted = parse_lengths("lengths", lengths)
 
     from longgen.benchmarking import command as benchmarking
 

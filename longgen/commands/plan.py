@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from longgen.commands.common import CpuMemory, GpuMemory, stopping
-from longgen.config import load_settings, parse_length
+from longgen.config import load_settings, parse_lengths
 
 
 def plan(
@@ -28,7 +28,7 @@ def plan(
     gpu_memory: GpuMemory = None,
     cpu_memory: CpuMemory = None,
     h2d_gbps: Annotated[
-        float | None, typer.Option(metavar="X", help="Rate of copies to the GPU in GB/s. Default: an H200's.")
+        str | None, typer.Option(metavar="X", help="Rate of copies to the GPU in GB/s. Default: an H200's.")
     ] = None,
     tflops: Annotated[
         str | None,
@@ -56,7 +56,7 @@ def plan(
 
     from longgen.planning import reports
 
-    lengths = [parse_length(text) for text in max_len.split(",")] if max_len else []
+    lengths = parse_lengths("max_len", max_len) if max_len is not None else ()
     limits = reports.limits_of(settings, h2d_gbps, tflops)
     with stopping():
         raise typer.Exit(reports.plan(model, lengths, settings, slots, limits, as_json, sys.stdout, sys.stderr))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from pathlib import Path, PurePosixPath
 
 from longgen.errors import CapacityError
 from longgen.units import show_bytes
 
-PAGE_BYTES = 4096
 NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page
 MAX_RESERVE = 2 << 30
 CONTEXT_BYTES = 640 << 20  # a CUDA context with the kernels of torch and cuBLAS, no workspace
@@ -77,7 +77,8 @@ def host_budget(cap: int | None = None, root: Path = Path("/")) -> HostBudget:
         found += _mem_available(root)
     limits = sorted(found, key=lambda limit: limit.free)
     if not limits:
-        return HostBudget(cap or 0, 0, "no limit could be read" if cap is None else _shown_cap(cap), ())
+        unknown = "it cannot be read here; give --cpu-memory"
+        return HostBudget(cap or 0, 0, unknown if cap is None else _shown_cap(cap), ())
     tightest = limits[0]
     reserve = min(MAX_RESERVE, max(0, tightest.free) // 10)
     usable = max(0, tightest.free - reserve)
@@ -248,7 +249,7 @@ def _address_space(root: Path) -> list[HostLimit]:
             soft = line.removeprefix("Max address space").split()[0]
             if soft.isdigit():
                 pages = next(iter(_lines(root / "proc/self/statm")), "0").split()
-                used = int(pages[0]) * PAGE_BYTES
+                used = int(pages[0]) * PAGESIZE  # 64 KiB on some ARM machines
                 name = f"RLIMIT_AS (ulimit -v) {show_bytes(int(soft))}, {show_bytes(used)} of it used"
                 return [HostLimit(int(soft) - used, name)]
     return []

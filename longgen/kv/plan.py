@@ -15,8 +15,9 @@ from longgen.costs import estimate_activations
 from longgen.errors import CapacityError
 from longgen.kv.budget import DeviceBudget, HostBudget
 from longgen.kv.predict import Prediction, Rates, balanced_chunk, predict, reference_rates
+from longgen.kv.refusals import device_refusal, host_refusal, what_to_do
 from longgen.kv.shape import KVShape
-from longgen.kv.sizes import DeviceBytes, StoreSizes
+from longgen.kv.sizes import DeviceBytes, StoreSizes, check_chunk
 from longgen.model_shape import FULL, ModelShape
 from longgen.units import show_bytes, show_length
 
@@ -35,7 +36,10 @@ SEARCH_LIMIT = 1 << 30  # tokens
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the user fixed; None leaves the choice to the plan. Sizes in tokens, as in StoreSizes."""
+    """What the user fixed, as far as a request has use for it; None leaves the choice to the plan.
+
+    Sizes in tokens, as in StoreSizes.
+    """
 
     block_size: int = 1024
     chunk_size: int | None = None
@@ -168,12 +172,17 @@ class Planner:
         options: PlanOptions | None = None,
         use: MeasuredUse | None = None,
     ) -> None:
-        """`use`: measured on the device with the chunk size of `options`; None estimates it."""
+        """`use`: measured on the device with the chunk size of `options`; None estimates it.
+
+        Raises UsageError for a chunk size that is not a multiple of the block size.
+        """
         if use is not None and use.step_seconds is not None and machine.rates is not None:
             measured = replace(machine.rates, layer=use.step_seconds / len(model.kinds))
             machine = replace(machine, rates=measured)
         self.model, self.machine = model, machine
         self._options = options or PlanOptions()
+        if self._options.chunk_size is not None:
+            check_chunk(self._options.chunk_size, self._options.block_size)
         self._kv = model.kv(self._options.block_size)
         self._use = use
         self._activations = estimate_activations(model, self._options.slots)
@@ -185,12 +194,12 @@ class Planner:
         Raises CapacityError, with each number and the longest prompt that fits, if there is too little memory.
         """
         tokens = prompt + new_tokens
-        on_device = [self._filled(sizes, tokens) for sizes in self._candidates(prompt) if self._fits(sizes)]
-        if not on_device:
-            raise CapacityError(self._device_refusal())
-        fitting = [sizes for sizes in on_device if self._host_shortage(sizes, tokens) is None]
+        candidates = list(self._candidates(prompt, tokens))
+        on_device = [self._filled(sizes, tokens) for sizes in candidates if self._fits(sizes)]
+        fitting = [sizes for sizes in on_device if self._fits_host(sizes, tokens)]
         if not fitting:
-            raise CapacityError(self._host_refusal(on_device[-1], new_tokens, tokens))
+            smallest = on_device[-1] if on_device else candidates[-1]
+            raise CapacityError(self._refusal(smallest, prompt, new_tokens))
         sizes = self._fastest(fitting, prompt, new_tokens)
         known = self.machine.rates
         return MemoryPlan(
@@ -228,14 +237,12 @@ class Planner:
 
     def _has_room(self, prompt: int, new_tokens: int) -> bool:
         """Whether the smallest sizes fit: with the most resident blocks, and so the least host memory."""
-        smallest = list(self._candidates(prompt))[-1]
-        if not self._fits(smallest):
-            return False
         tokens = prompt + new_tokens
-        return self._host_shortage(self._filled(smallest, tokens), tokens) is None
+        smallest = list(self._candidates(prompt, tokens))[-1]
+        return self._fits(smallest) and self._fits_host(self._filled(smallest, tokens), tokens)
 
-    def _candidates(self, prompt: int) -> Iterator[StoreSizes]:
-        """Sizes to choose from, largest first, without resident blocks."""
+    def _candidates(self, prompt: int, tokens: int) -> Iterator[StoreSizes]:
+        """Sizes to choose from, largest first, without resident blocks but for those that were asked for."""
         kv, options = self._kv, self._options
         block, blocks = kv.block_size, kv.blocks_for(prompt)
         rings = dict.fromkeys((entries, max(1, min(tokens // block, blocks))) for entries, tokens in RINGS)
@@ -248,14 +255,14 @@ class Planner:
                     ring_entries=entries,
                     run_blocks=run_blocks,
                     prefill_depth=2,
-                    resident_blocks=options.resident_blocks or 0,
+                    resident_blocks=min(options.resident_blocks or 0, kv.blocks_for(tokens)),
                 )
 
     def _chunks(self, blocks: int) -> list[int]:
         """Chunk sizes in tokens, largest first, whole blocks, none larger than the prompt."""
-        if self._options.chunk_size is not None:
-            return [self._options.chunk_size]
         block = self._kv.block_size
+        if self._options.chunk_size is not None:
+            return [min(self._options.chunk_size, max(1, blocks) * block)]
         wanted = max(LEAST_CHUNK_TOKENS, CHUNK_HEADROOM * balanced_chunk(self.model, self._rates))
         if self.machine.shared or not self.model.count(FULL):
             wanted = LEAST_CHUNK_TOKENS
@@ -325,58 +332,35 @@ class Planner:
             loading=0 if self.machine.shared else self.model.weight_bytes,
         )
 
-    def _host_shortage(self, sizes: StoreSizes, tokens: int) -> str | None:
-        """What is missing on the host, in words; None if nothing is."""
-        budget = self.machine.host
-        if budget is None:
-            return None
-        needs = self._host_needs(sizes, tokens)
-        device = self._needs(sizes).total if self.machine.shared else 0
-        total = needs.total + device
-        if total <= budget.usable:
-            return None
-        first = f"{show_bytes(needs.kv)} for the KV cache"
-        if needs.loading > needs.kv:
-            first = f"{show_bytes(needs.loading)} for the weights while they are loaded"
-        parts = [first, f"{show_bytes(needs.process)} for the process"]
-        if device:
-            parts.append(f"{show_bytes(device)} for weights, activations and buffers")
-        return (
-            f"{self.model.name} with {tokens:,} tokens needs {show_bytes(total)} of host memory ({', '.join(parts)}), "
-            f"and {show_bytes(budget.usable)} are usable ({budget.source}; {show_bytes(budget.reserve)} in reserve)"
-        )
+    def _shared_bytes(self, sizes: StoreSizes) -> int:
+        """Of the device's bytes, those that are host memory."""
+        return self._needs(sizes).total if self.machine.shared else 0
 
-    def _host_refusal(self, sizes: StoreSizes, new_tokens: int, tokens: int) -> str:
-        longest = self.longest_prompt(new_tokens)
-        fits = f"the longest prompt that fits is {longest:,} tokens, with {new_tokens:,} generated"
-        return f"{self._host_shortage(sizes, tokens)}; {fits if longest else 'no prompt fits'}"
+    def _fits_host(self, sizes: StoreSizes, tokens: int) -> bool:
+        needed = self._host_needs(sizes, tokens).total + self._shared_bytes(sizes)
+        return self.machine.host is None or needed <= self.machine.host.usable
 
-    def _device_refusal(self) -> str:
-        """Why not even the smallest sizes fit on the device."""
-        assert self.machine.device is not None
-        needs = self._needs(list(self._candidates(self._kv.block_size))[-1])
-        budget, name = self.machine.device, self.model.name
-        fixed = needs.runtime + needs.weights
-        if fixed > budget.usable:
-            return (
-                f"{name} needs {show_bytes(needs.weights)} of GPU memory for its weights and "
-                f"{show_bytes(needs.runtime)} for CUDA, and {show_bytes(budget.usable)} are usable ({budget.source}); "
-                f"give more, or take a smaller model"
-            )
-        return (
-            f"{name} needs {show_bytes(needs.total)} of GPU memory at least ({show_bytes(needs.weights)} weights, "
-            f"{show_bytes(needs.runtime + needs.allocator)} CUDA and its allocator, {show_bytes(needs.activations)} "
-            f"activations, {show_bytes(needs.states + needs.store.total)} states and buffers), and "
-            f"{show_bytes(budget.usable)} are usable ({budget.source}); no prompt fits: give more, or lower "
-            f"--chunk-size, --block-size or --resident-blocks if they are set"
-        )
+    def _refusal(self, sizes: StoreSizes, prompt: int, new_tokens: int) -> str:
+        """Why a request does not fit, of which `sizes` are the smallest."""
+        tokens, slots = prompt + new_tokens, sizes.slots
+        advice = what_to_do(self.longest_prompt(new_tokens), new_tokens, self._options)
+        request = f"{self.model.name} with {f'{slots:,} times ' if slots > 1 else ''}{tokens:,} tokens"
+        device, host = self.machine.device, self.machine.host
+        if not self._fits(sizes) and device is not None:
+            return device_refusal(request, self._needs(sizes), device, advice)
+        assert host is not None, "what fits on the device, and is refused, does not fit on the host"
+        return host_refusal(request, self._host_needs(sizes, tokens), self._shared_bytes(sizes), host, advice)
 
     def _reasons(self, sizes: StoreSizes, prompt: int, tokens: int) -> tuple[str, ...]:
-        return (self._chunk_reason(sizes, prompt), self._ring_reason(sizes), self._resident_reason(sizes, tokens))
+        return (
+            self._chunk_reason(sizes, prompt, tokens),
+            self._ring_reason(sizes),
+            self._resident_reason(sizes, tokens),
+        )
 
-    def _chunk_reason(self, sizes: StoreSizes, prompt: int) -> str:
+    def _chunk_reason(self, sizes: StoreSizes, prompt: int, tokens: int) -> str:
         chunk, says = sizes.chunk_tokens, f"chunk {sizes.chunk_tokens:,}"
-        if self._options.chunk_size is not None:
+        if chunk == self._options.chunk_size:
             return f"{says}: given"
         if chunk >= prompt:
             return f"{says}: the whole prompt"
@@ -388,7 +372,7 @@ class Planner:
         if chunk == largest:
             small = CHUNK_HEADROOM * balance < LEAST_CHUNK_TOKENS
             return f"{says}: {hidden}" + (", and fewer, larger passes start fewer kernels" if small else "")
-        if any(self._fits(each) for each in self._candidates(prompt) if each.chunk_tokens > chunk):
+        if any(self._fits(each) for each in self._candidates(prompt, tokens) if each.chunk_tokens > chunk):
             return f"{says}: {hidden}, but a larger chunk would take more from the resident blocks than it gains"
         return f"{says}: what fits; {hidden}"
 
@@ -403,8 +387,10 @@ class Planner:
         total = self._kv.blocks_for(tokens)
         if not self.model.count(FULL):
             return "no layer keeps all tokens"
-        if self._options.resident_blocks is not None:
-            return f"{blocks:,} of {total:,} blocks a layer stay on the device: given"
         if blocks >= total:
             return "all of the KV cache stays on the device: nothing is copied"
+        if self._options.resident_blocks is not None:
+            return f"{blocks:,} of {total:,} blocks a layer stay on the device: given"
+        if self._room is None:
+            return f"no block of {total:,} a layer is counted on the device, whose memory is not known"
         return f"{blocks:,} of {total:,} blocks a layer stay on the device: what is left of its memory"

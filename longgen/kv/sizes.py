@@ -26,6 +26,12 @@ def window_scratch(windows: tuple[int, ...], pass_tokens: int) -> int:
     return max((window - 1 + pass_tokens for window in windows), default=0)
 
 
+def check_chunk(chunk_tokens: int, block_size: int) -> None:
+    """Raises UsageError for a chunk that is no whole number of blocks."""
+    if chunk_tokens < 1 or chunk_tokens % block_size:
+        raise UsageError(f"chunk size {chunk_tokens} is not a multiple of the block size {block_size}")
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
     """Bytes of a store's device buffers. window: circular buffers and scratch of sliding-window layers."""

@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longgen.errors import CheckpointError
 from longgen.model.adapter import ATTENTION_NAME, register_attention
-from longgen.model.files import read_json_object
-from longgen.model.quiet import quiet_transformers
+from longgen.model.files import listed, read_json_object, reason
+from longgen.model.quiet import quiet_hub, quiet_transformers
 from longgen.model.rope import check_rope
 from longgen.model.rope_settings import check_rope_settings, window_beside
-from longgen.model.shards import StoredTensor, listed, read_shards, reason
+from longgen.model.shards import read_shards
 from longgen.model.text_config import check_shape
 from longgen.model.weights import check_weights
+from longgen.names import similar_name
 
 TEXT_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Vision-language folders, of which the text part is used.
@@ -32,6 +33,7 @@ SUPPORTED_TYPES = (*TEXT_TYPES, *VISION_TYPES)
 DEMO_NAME = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "data" / "demo"
 
+ADAPTER_NAME = "adapter_config.json"  # of peft
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 
@@ -115,18 +117,28 @@ def _asked_of_hub(download: Callable[..., str], repo_id: str, **options: Any) ->
         os.environ.get(name, "").upper() in {"1", "TRUE", "YES", "ON"}
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
+    missing = f"there is no folder {repo_id!r} here, and as a hub id: "
     try:
-        return download(repo_id, local_files_only=offline, **options)
+        with quiet_hub():
+            return download(repo_id, local_files_only=offline, **options)
     except HFValidationError as error:
         raise CheckpointError(f"{repo_id!r} is neither a folder here nor a valid hub id") from error
     except LocalEntryNotFoundError as error:
         why = (
             "offline, and it is not in the hub cache" if offline else "the hub cannot be reached, and it is not cached"
         )
-        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {why}") from error
+        raise CheckpointError(f"{missing}{why}{_meant(repo_id)}") from error
     # Whatever the hub, the proxy or the disk answers, the user needs one line, not a traceback.
     except Exception as error:
-        raise CheckpointError(f"there is no folder {repo_id!r} here, and as a hub id: {reason(error)}") from error
+        raise CheckpointError(f"{missing}{reason(error)}{_meant(repo_id)}") from error
+
+
+def _meant(name: str) -> str:
+    """What may be meant by a name that is no folder and no hub id, for the end of a message."""
+    if "/" in name:
+        return ""
+    nearest = similar_name(name)
+    return f"; did you mean {nearest}?" if nearest else "; longgen plan lists the short names"
 
 
 def read_config(folder: Path) -> Any:
@@ -134,7 +146,7 @@ def read_config(folder: Path) -> Any:
 
     Raises:
         CheckpointError: an unreadable config, a model type that is not supported, code of the checkpoint's own,
-            quantised weights, or rotary settings that cannot be used.
+            quantised weights, sizes that no model can have, or rotary settings that cannot be used.
     """
     raw = read_json_object(_checked_folder(folder) / "config.json")
     kind = raw.get("model_type")
@@ -145,21 +157,11 @@ def read_config(folder: Path) -> Any:
     text = raw.get("text_config", {}) if kind in VISION_TYPES else raw
     if not isinstance(text, dict):
         raise CheckpointError(f"text_config of {folder / 'config.json'} is not a JSON object")
-    if raw.get("auto_map") or text.get("auto_map"):
-        raise CheckpointError(
-            f"{folder / 'config.json'} asks for Python code of its own (auto_map), which is never run; use a "
-            "checkpoint without it"
-        )
-    quantised = raw.get("quantization_config") or text.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
-        raise CheckpointError(
-            f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
-            "quantised"
-        )
+    _refuse_contents(folder, raw, text)
     check_rope_settings(raw, text)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The config classes validate with errors of several libraries; each means the same to the user.
     except Exception as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {reason(error)}") from error
@@ -173,6 +175,26 @@ def read_config(folder: Path) -> Any:
     return config
 
 
+def _refuse_contents(folder: Path, raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for what a config.json, or its text part, says of files that are not to be used."""
+    path = folder / "config.json"
+    if raw.get("auto_map") or text.get("auto_map"):
+        raise CheckpointError(
+            f"{path} asks for Python code of its own (auto_map), which is never run; use a checkpoint without it"
+        )
+    if raw.get("transformers_weights") or text.get("transformers_weights"):
+        raise CheckpointError(
+            f"{path} names weight files of its own (transformers_weights); give them their usual names and leave it out"
+        )
+    quantised = raw.get("quantization_config") or text.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
+        raise CheckpointError(
+            f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
+            "quantised"
+        )
+
+
 def _text_config(config: Any) -> Any:
     """The text part, with what the outer config decides for both parts."""
     text = config.text_config
@@ -184,20 +206,28 @@ def _text_config(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFolder:
-    """A checkpoint folder that was looked through without its weights, so that loading need not do it again.
+    """A checkpoint folder whose files fit each other.
 
-    Attributes:
-        path: of the folder.   config: of its text model, see read_config.   tensors: see read_shards.
+    path: of the folder.   config: of its text model, see read_config.
     """
 
     path: Path
     config: Any
-    tensors: Mapping[str, StoredTensor]
 
 
 def check_folder(folder: Path) -> CheckedFolder:
-    """Reads the config and the headers of the weight files. Raises CheckpointError as read_config and read_shards."""
-    return CheckedFolder(folder, read_config(folder), read_shards(folder))
+    """Checks all that can be known of a checkpoint without reading its weights, so that loading need not do it again.
+
+    Raises CheckpointError as read_config, read_shards and check_weights, and for an adapter beside the weights.
+    """
+    config = read_config(folder)
+    if (folder / ADAPTER_NAME).exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter ({ADAPTER_NAME}), which is not applied here; merge it into the weights, or "
+            "remove it"
+        )
+    check_weights(folder, config, read_shards(folder))
+    return CheckedFolder(folder, config)
 
 
 def load_model(folder: Path | CheckedFolder, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
@@ -212,15 +242,16 @@ def load_model(folder: Path | CheckedFolder, dtype: torch.dtype | None, device: 
         A causal language model of transformers, in eval mode and without gradients; `model.config` is its text config.
 
     Raises:
-        CheckpointError: as read_config, or weights that are missing, truncated or of the wrong shape.
+        CheckpointError: as check_folder, weights that cannot be read, or a head that differs from the embedding
+            although config.json says that they are one.
     """
     checked = folder if isinstance(folder, CheckedFolder) else check_folder(folder)
     path, config = checked.path, checked.config
-    check_weights(path, config, checked.tensors)
     register_attention()
     with quiet_transformers():
         model, report = _from_pretrained(path, config, dtype or config.dtype or torch.float32)
     _check_report(path, report)
+    _check_head(path, model)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -257,3 +288,13 @@ def _check_report(folder: Path, report: dict[str, Any]) -> None:
         names = sorted(str(key) for key in report[kind])
         if names:
             raise CheckpointError(f"the weights in {folder} do not fit its config.json: {kind} {listed(names)}")
+
+
+def _check_head(folder: Path, model: Any) -> None:
+    """transformers loads both where both are stored and differ, whatever config.json says: more than was planned."""
+    tied = model.config.tie_word_embeddings
+    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its config.json: the head is not the embedding, as "
+            "tie_word_embeddings says; set it to false, or get the files again"
+        )

@@ -1,10 +1,11 @@
-"""Keeping transformers off standard error."""
+"""Keeping libraries off standard error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
 
@@ -20,3 +21,14 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Without the warnings of the hub's library, of every try to reach it: the last one is raised as an error."""
+    level = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(level)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longgen.model.rope import trained_window
-from longgen.model.text_config import attention_layers, head_dim
+from longgen.model.text_config import attention_layers, expert_count, head_dim
 from longgen.model_shape import FULL, RECURRENT, WINDOW, DeltaRule, Experts, ModelShape
 
 
@@ -43,11 +43,12 @@ def model_shape(config: Any, name: str, dtype: str | None = None) -> ModelShape:
 
 
 def _experts(config: Any) -> Experts | None:
-    if not ("moe" in config.model_type or config.model_type == "qwen3_next") or not config.num_experts:
+    count = expert_count(config)
+    if not count:
         return None
     step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or []
     return Experts(
-        count=config.num_experts,
+        count=count,
         active=config.num_experts_per_tok,
         width=config.moe_intermediate_size,
         shared_width=getattr(config, "shared_expert_intermediate_size", 0) if config.model_type != "qwen3_moe" else 0,

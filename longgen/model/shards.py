@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from longgen.errors import CheckpointError
+from longgen.model.files import listed, read_bytes, read_json_object, refuse_pointer
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-_POINTER_START = b"version https://git-lfs"
 # Bytes of the types that weights can have here; packed and 8-bit ones belong to quantised checkpoints.
 _TYPE_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4})
 
@@ -31,85 +31,82 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-def reason(error: BaseException) -> str:
-    """A library's error in one line of at most 300 characters, for the end of a message of ours."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+def read_shards(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the weight files that transformers would load from a folder, by name.
 
-
-def listed(names: list[str]) -> str:
-    """The first few names, for a message."""
-    return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """The weight files of a folder, in the order of its index.
-
-    Raises:
-        CheckpointError: there are none, or only pickled ones, or the index is unreadable or names a file that is not
-            there or elsewhere.
+    Raises CheckpointError, naming the file, if one is missing, empty, truncated, a git-lfs pointer or not safetensors,
+    if a name is stored twice, or if the index and the files do not say the same; and if there are no such files.
     """
-    index = folder / INDEX_NAME
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    if single.is_file():  # transformers takes it first, whatever else is there
+        return _read_header(single)
     if not index.is_file():
-        single = folder / SINGLE_NAME
-        if not single.is_file():
-            raise CheckpointError(_without_weights(folder))
-        return [single]
-    names = sorted(set(_weight_map(index).values()))
-    absent = [name for name in names if not (folder / name).is_file()]
+        raise CheckpointError(_without_weights(folder))
+    weight_map = _weight_map(index)
+    tensors: dict[str, StoredTensor] = {}
+    for path in _shard_files(index, weight_map):
+        for name, tensor in _read_header(path).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{name} is in both {tensors[name].file} and {path.name} of {folder}; the files are not of one "
+                    "checkpoint, get them again"
+                )
+            tensors[name] = tensor
+    _check_index(index, weight_map, tensors)
+    return tensors
+
+
+def _shard_files(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise CheckpointError(
             f"{len(absent)} of the {len(names)} weight files that {index} names are not there: {listed(absent)}; "
             "get them again"
         )
-    return [folder / name for name in names]
-
-
-def read_shards(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's weight files, by name.
-
-    Raises CheckpointError, naming the file, if one is missing, empty, truncated, a git-lfs pointer or not safetensors,
-    if a name is stored twice, or if the index and the files do not say the same.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    for path in shard_files(folder):
-        for name, tensor in _read_header(path).items():
-            if name in tensors:
-                raise CheckpointError(f"{name} is in both {tensors[name].file} and {path.name} of {folder}")
-            tensors[name] = tensor
-    index = folder / INDEX_NAME
-    if index.is_file():
-        _check_index(index, tensors)
-    return tensors
+    return [index.parent / name for name in names]
 
 
 def _without_weights(folder: Path) -> str:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_ENDINGS)
+    """Why a folder has no weights that can be used, by what it has instead."""
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in names if name.endswith(PICKLE_ENDINGS)]
     if pickles:
         return (
             f"{folder} has its weights only as pickles ({listed(pickles)}), which can run any code when they are read; "
             "get or make a safetensors version"
         )
-    return f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}"
+    if SINGLE_NAME in names:
+        return f"{folder / SINGLE_NAME} is no file, or a link to one that is not there; get it again"
+    without = f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}"
+    if shards := [name for name in names if name.endswith(".safetensors")]:
+        return f"{without}, which {listed(shards)} would need; get the index too"
+    if others := [name for name in names if name.endswith(".gguf")]:
+        return f"{without}; {listed(others)} cannot be read here, get the safetensors version"
+    return f"{without}; get them"
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = set(weight_map.values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {reason(error)}; get it again") from error
-    outside = sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name)
+    """The file of each tensor. Raises CheckpointError for what is no index, and for files that are not to be read."""
+    content = read_json_object(index)
+    weight_map = content.get("weight_map")
+    # transformers asks for metadata, whatever is in it.
+    if not isinstance(weight_map, dict) or not isinstance(content.get("metadata"), dict):
+        raise CheckpointError(f"{index} is not a safetensors index with weight_map and metadata; get it again")
+    names = weight_map.values()
+    outside = sorted({str(name) for name in names if not isinstance(name, str) or Path(name).name != name})
     if outside:
-        raise CheckpointError(f"{index} names files outside its folder: {listed(outside)}")
-    pickles = sorted(name for name in names if Path(name).suffix in PICKLE_ENDINGS)
+        raise CheckpointError(f"{index} names files outside its folder: {listed(outside)}; get it again")
+    pickles = sorted({name for name in names if name.endswith(PICKLE_ENDINGS)})
     if pickles:
-        raise CheckpointError(f"{index} names pickles ({listed(pickles)}), which can run any code when they are read")
+        raise CheckpointError(
+            f"{index} names pickles ({listed(pickles)}), which can run any code when they are read; get or make a "
+            "safetensors version"
+        )
     return weight_map
 
 
-def _check_index(index: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    weight_map = _weight_map(index)
+def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
     lost = sorted(weight_map.keys() - tensors.keys())
     if lost:
         raise CheckpointError(
@@ -131,29 +128,25 @@ def _check_index(index: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file: 8 bytes of header length, a JSON header, then the tensors' bytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(len(_POINTER_START))
-        if size == 0:
-            raise CheckpointError(f"{path} is empty; get it again")
-        if prefix == _POINTER_START:
-            raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run git lfs pull in {path.parent}")
-        length = struct.unpack("<Q", prefix[:8])[0] if len(prefix) >= 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} ({size} bytes) is truncated or not a safetensors file; get it again")
-        file.seek(8)
-        try:
-            header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            tensors = {name: _stored(path.name, entry) for name, entry in entries.items()}
-            expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            wrong = sorted(name for name, entry in entries.items() if not _size_agrees(entry))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} has a damaged safetensors header; get it again") from error
+    refuse_pointer(path)
+    start, size = read_bytes(path, 8), path.stat().st_size
+    if size == 0:
+        raise CheckpointError(f"{path} is empty; get it again")
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(f"{path} ({size} bytes) is truncated or not a safetensors file; get it again")
+    try:
+        header = json.loads(read_bytes(path, 8 + length)[8:])
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: _stored(path.name, entry) for name, entry in entries.items()}
+        wrong = sorted(name for name, entry in entries.items() if not _size_agrees(entry))
+        stop = _end_of_data(entries.values())
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a damaged safetensors header; get it again") from error
     if wrong:
         raise CheckpointError(f"{path} has a damaged safetensors header ({listed(wrong)}); get it again")
-    if size != expected:
-        raise CheckpointError(f"{path} holds {size} bytes where its header promises {expected}; get it again")
+    if size != 8 + length + stop:
+        raise CheckpointError(f"{path} holds {size} bytes where its header promises {8 + length + stop}; get it again")
     return tensors
 
 
@@ -165,4 +158,14 @@ def _size_agrees(entry: dict[str, Any]) -> bool:
     """Whether a tensor's place in the file is as large as its shape; types not known here are left to others."""
     start, stop = entry["data_offsets"]
     each = _TYPE_BYTES.get(entry["dtype"])
-    return each is None or stop - start == each * math.prod(entry["shape"])
+    return min(entry["shape"], default=0) >= 0 and (each is None or stop - start == each * math.prod(entry["shape"]))
+
+
+def _end_of_data(entries: Collection[dict[str, Any]]) -> int:
+    """Where the last tensor ends. Raises ValueError unless each begins where another ends, as the format demands."""
+    end = 0
+    for start, stop in sorted(tuple(entry["data_offsets"]) for entry in entries):
+        if start != end or stop < start:
+            raise ValueError(f"a tensor begins at {start}, and those before it end at {end}")
+        end = stop
+    return end

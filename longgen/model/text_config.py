@@ -39,6 +39,7 @@ def check_shape(config: Any) -> None:
         size = getattr(config, name, None)
         if size is not None and size < 1:
             raise CheckpointError(f"{name} is {size} in config.json; it must be 1 or more")
+    _check_feed_forward(config)
     for many, few in _SHARED_HEADS:
         heads, groups = getattr(config, many, None), getattr(config, few, None)
         if heads and groups and heads % groups:
@@ -52,6 +53,25 @@ def check_shape(config: Any) -> None:
     if head_dim(config) % 2:
         raise CheckpointError(f"the head size is {head_dim(config)} in config.json; rotary angles need an even one")
     attention_layers(config)
+
+
+def _check_feed_forward(config: Any) -> None:
+    """Raises CheckpointError unless an MLP, or a mixture of experts where there is one, can be made."""
+    count = expert_count(config)
+    names = ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step") if count else ("intermediate_size",)
+    for name, size in (("num_experts", count or 1), *((name, getattr(config, name, 1)) for name in names)):
+        if size < 1:
+            raise CheckpointError(f"{name} is {size} in config.json; it must be 1 or more")
+    if count and config.num_experts_per_tok > count:
+        raise CheckpointError(
+            f"num_experts_per_tok is {config.num_experts_per_tok} in config.json; there are {count} experts in a layer"
+        )
+
+
+def expert_count(config: Any) -> int:
+    """Experts in a layer; 0 for a model without."""
+    mixes = "moe" in config.model_type or config.model_type == "qwen3_next"
+    return (config.num_experts or 0) if mixes else 0
 
 
 def head_dim(config: Any) -> int:

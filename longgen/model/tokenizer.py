@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 from longgen.errors import CheckpointError
 from longgen.model.decoding import DecodeStream
 from longgen.model.encoding import TextEncoder
-from longgen.model.files import read_json_object
-from longgen.model.shards import reason
+from longgen.model.files import read_json_object, reason, refuse_pointer
 
 SETTING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
 _TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -89,13 +88,20 @@ class TextTokenizer:
     def load(cls, folder: Path) -> TextTokenizer:
         """Loads the tokenizer of a checkpoint folder. Raises CheckpointError if there is none that can be used."""
         # Without any of these files transformers makes an empty tokenizer and says nothing.
-        if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZER_FILES):
-            raise CheckpointError(f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
+        there = [names for names in _TOKENIZER_FILES if all((folder / name).is_file() for name in names)]
+        if not there:
+            raise CheckpointError(
+                f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt; get them"
+            )
+        for name in there[0]:
+            refuse_pointer(folder / name)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # Missing, damaged and foreign files raise errors of three libraries.
         except Exception as error:
-            raise CheckpointError(f"the tokenizer of {folder} cannot be loaded: {reason(error)}") from error
+            raise CheckpointError(
+                f"the tokenizer of {folder} cannot be loaded: {reason(error)}; get its files again"
+            ) from error
         return cls(tokenizer)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from longgen.errors import CheckpointError
+from longgen.model.files import listed, reason
 from longgen.model.quiet import quiet_transformers
-from longgen.model.shards import StoredTensor, listed
+from longgen.model.shards import StoredTensor
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(.+)")
@@ -86,8 +88,13 @@ def _refuse_differences(folder: Path, differences: Differences) -> None:
 
 def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
     """What transformers would find missing, left over and misshapen on loading `tensors`; takes no memory."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            # A copy, because transformers writes the type of the model it makes into its config.
+            model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)
+    # Sizes that do not go together, of which the libraries speak as they like.
+    except Exception as error:
+        raise CheckpointError(f"no model can be made of its config.json: {reason(error)}") from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for name, tensor in tensors.items()}
     load = LoadStateDictConfig(

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +17,7 @@ from longgen.attention.backends import default_kernels
 from longgen.attention.kernels import CallKind, Rows
 from longgen.kv.budget import cgroup_limits, host_budget, locked_memory_limit
 from longgen.kv.transfer import open_transfer
+from longgen.model.files import hub_cache
 from longgen.planning.facts import driver_version, package_version
 from longgen.planning.measure import CopyRates, measure_copies
 from longgen.units import show_bytes
@@ -24,6 +25,7 @@ from longgen.units import show_bytes
 HEAD_DIMS = (128, 256)  # of the models there are
 GROUPS = 4
 NOT_INSTALLED = "not installed"
+OLDEST_TRANSFORMERS = (5, 17)
 SLOW_COPIES = 20e9  # bytes/s; a PCIe 4 slot with all its lanes does 25e9
 _PINNED_MEANING = "pinned memory copies at the full rate of the wire; pageable memory at about a sixth"
 
@@ -61,9 +63,18 @@ def examine(root: Path = Path("/")) -> Iterator[Finding]:
         yield from _backends(torch.device("cpu"))
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    yield from _gpu(device)
-    yield from _backends(device)
-    yield from _copies(device)
+    yield from _told("GPU", lambda: _gpu(device), "end what else uses the GPU, or look into its driver")
+    yield from _told("attention", lambda: _backends(device), "models cannot run on this GPU as it is")
+    yield from _told("pinned memory", lambda: _copies(device), _PINNED_MEANING)
+
+
+def _told(name: str, look: Callable[[], Iterable[Finding]], meaning: str) -> Iterator[Finding]:
+    """What is found, and what the driver says where it fails: the rest of the report is still of use."""
+    try:
+        yield from look()
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        yield Finding(name, "missing", f"failed: {type(error).__name__}: {text}", meaning)
 
 
 def _software() -> Iterator[Finding]:
@@ -71,12 +82,7 @@ def _software() -> Iterator[Finding]:
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     state = "ok" if torch.version.cuda else "note"
     yield Finding("torch", state, f"{torch.__version__}, {cuda}", "without CUDA in torch a GPU is not seen")
-    yield Finding(
-        "transformers",
-        "ok",
-        package_version("transformers") or NOT_INSTALLED,
-        "the model's own modules; 5.17 or newer is needed",
-    )
+    yield _transformers(package_version("transformers") or NOT_INSTALLED)
     optional = {
         "flash-attn": "FlashAttention 2: the fastest decode; without it torch's own kernel serves",
         "flash-linear-attention": "fast recurrent layers of Qwen3-Next and Qwen3.5; without it they are slow",
@@ -85,6 +91,13 @@ def _software() -> Iterator[Finding]:
     for name, meaning in optional.items():
         found = package_version(name)
         yield Finding(name, "ok" if found else "missing", found or NOT_INSTALLED, meaning)
+
+
+def _transformers(version: str) -> Finding:
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    state = "ok" if numbers >= OLDEST_TRANSFORMERS else "missing"
+    return Finding("transformers", state, version, f"the model's own modules; {oldest} or newer is needed")
 
 
 def _host(root: Path) -> Iterator[Finding]:
@@ -105,16 +118,18 @@ def _host(root: Path) -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
-    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = hub_cache()
     place = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     yield Finding("disk", "ok", f"{show_bytes(free)} free for checkpoints in {cache}", "downloaded weights go there")
 
 
 def _why_no_cuda() -> str:
+    driver = driver_version()
+    loaded = "no NVIDIA driver is loaded" if driver == "unknown" else f"NVIDIA driver {driver} is loaded"
     if not torch.version.cuda:
-        return "none: this torch is built without CUDA"
-    return f"none: torch for CUDA {torch.version.cuda} sees {torch.cuda.device_count()} devices; is the driver there?"
+        return f"none: this torch is built without CUDA; {loaded}"
+    return f"none: torch for CUDA {torch.version.cuda} sees {torch.cuda.device_count()} devices; {loaded}"
 
 
 def _gpu(device: torch.device) -> Iterator[Finding]:
@@ -164,12 +179,7 @@ def merge_finding(verdicts: Sequence[tuple[str, str | None]], device: torch.devi
 
 def _copies(device: torch.device) -> Iterator[Finding]:
     """Pins memory and copies it both ways, as the KV cache does."""
-    try:
-        rates = measure_copies(open_transfer(device))
-    except Exception as error:  # whatever the driver says, the rest of the report is still of use
-        text = " ".join(str(error).split())[:200]
-        yield Finding("pinned memory", "missing", f"failed: {type(error).__name__}: {text}", _PINNED_MEANING)
-        return
+    rates = measure_copies(open_transfer(device))
     yield pinned_finding(rates)
     yield copies_finding(rates)
 

@@ -14,7 +14,8 @@ from longgen.kv.budget import DeviceBudget, cap_allocator, device_budget, host_b
 from longgen.kv.plan import RUNTIME_BYTES, Machine, MemoryPlan, Planner, PlanOptions
 from longgen.kv.predict import Prediction, Rates, given_rates, reference_rates
 from longgen.model_shape import ModelShape
-from longgen.names import KnownModel, find_known, known_models, read_shape
+from longgen.names import KnownModel, find_known, known_models
+from longgen.shape_file import read_shape
 from longgen.units import show_bytes, show_length, show_seconds
 
 
@@ -37,14 +38,29 @@ def parse_tflops(text: str | None) -> tuple[float | None, float | None]:
     """(attention, matrix product) FLOP/s from "692" or "692,790". Raises UsageError."""
     if text is None:
         return None, None
-    parts = text.split(",")
-    try:
-        numbers = [float(part) * 1e12 for part in parts]
-    except ValueError:
-        numbers = []
-    if not 1 <= len(numbers) <= 2 or not all(0 < number < 1e19 for number in numbers):
+    numbers = _parse_rates(text, 1e12)
+    if len(numbers) not in (1, 2):
         raise UsageError(f"--tflops {text!r} must be one or two numbers above 0, such as 692 or 692,790")
     return numbers[0], numbers[1] if len(numbers) == 2 else None
+
+
+def parse_gbps(text: str | None) -> float | None:
+    """Bytes/s from "55.4" GB/s. Raises UsageError."""
+    if text is None:
+        return None
+    numbers = _parse_rates(text, 1e9)
+    if len(numbers) != 1:
+        raise UsageError(f"--h2d-gbps {text!r} must be a number above 0, such as 55.4")
+    return numbers[0]
+
+
+def _parse_rates(text: str, unit: float) -> list[float]:
+    """Numbers with commas between them, times `unit`; none if one of them is no number above 0."""
+    try:
+        numbers = [float(part) * unit for part in text.split(",")]
+    except ValueError:
+        return []
+    return numbers if all(0 < number < 1e19 for number in numbers) else []
 
 
 def find_shape(model: str, dtype: str | None = None) -> ModelShape:
@@ -57,11 +73,15 @@ def find_shape(model: str, dtype: str | None = None) -> ModelShape:
         return read_shape(path, dtype)
     known = None if os.path.exists(path) else find_known(model)
     if known is not None:
-        return replace(known.shape, dtype=dtype) if dtype else known.shape
+        return _loaded_as(known.shape, dtype)
     from longgen.model.checkpoint import read_config, resolve_config
     from longgen.model.shape import model_shape
 
     return model_shape(read_config(resolve_config(model)), path.name or model, dtype)
+
+
+def _loaded_as(shape: ModelShape, dtype: str | None) -> ModelShape:
+    return replace(shape, dtype=dtype) if dtype else shape
 
 
 def this_machine(limits: Limits, head_dim: int, root: Path = Path("/"), *, cuda: bool | None = None) -> Machine:
@@ -76,7 +96,7 @@ def this_machine(limits: Limits, head_dim: int, root: Path = Path("/"), *, cuda:
     elif isinstance(asked, int):
         device = DeviceBudget(asked, asked, f"--gpu-memory {show_bytes(asked)}")
     elif asked is not None:
-        raise CapacityError(f"--gpu-memory {asked} is a fraction of a GPU, and there is none here; give it in GiB")
+        raise UsageError(f"--gpu-memory {asked} is a fraction of a GPU, and there is none here; give it in GiB")
     else:
         device = None
     return Machine(host_budget(limits.cpu_memory, root), device, rates_of(limits, reference_rates(head_dim)))
@@ -217,10 +237,9 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
     """What `longgen plan` prints: the model, the machine, and a column for each length that fits."""
     plans = [result for result in results if isinstance(result, MemoryPlan)]
     lines = [
-        f"{shape.name}: {shape.parameters / 1e9:.2f}B weights in {shape.dtype}, {len(shape.kinds)} layers, "
+        f"{shape.name}: {_parameters(shape.parameters)} weights in {shape.dtype}, {len(shape.kinds)} layers, "
         f"{show_bytes(shape.kv(1).cached_token_bytes)} of KV a token, trained for {show_length(shape.trained_window)}",
-        f"GPU memory: {machine.device.source if machine.device else 'not checked: no GPU here and no --gpu-memory'}",
-        f"host memory: {machine.host.source if machine.host else 'not checked'}",
+        *_machine_lines(machine),
     ]
     if machine.rates:
         rates = machine.rates
@@ -232,6 +251,22 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
         lines += ["", *_columns([_rows(plan) for plan in plans])]
         lines += ["", *_notes(plans)]
     return "\n".join(lines)
+
+
+def _machine_lines(machine: Machine) -> list[str]:
+    """What memory there is, and why no more."""
+    device, host = machine.device, machine.host
+    gpu, ram = "not checked: no GPU here and no --gpu-memory", "not checked"
+    if device:
+        gpu = f"{show_bytes(device.usable)} usable ({device.source})"
+    if host:
+        ram = f"{show_bytes(host.usable)} usable ({host.source}; {show_bytes(host.reserve)} in reserve)"
+    return [f"GPU memory: {gpu}", f"host memory: {ram}"]
+
+
+def _parameters(count: int) -> str:
+    """As people say it: 1.88B, 0.60B, 0.98M."""
+    return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
 
 
 def _rows(plan: MemoryPlan) -> list[tuple[str, str]]:
@@ -304,22 +339,28 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def reach(machine: Machine, limits: Limits, options: PlanOptions, new_tokens: int) -> list[dict[str, Any]]:
-    """For every known model, the longest request that fits this machine, in tokens (0: not even its weights)."""
+def reach(
+    machine: Machine, limits: Limits, options: PlanOptions, new_tokens: int, dtype: str | None
+) -> list[dict[str, Any]]:
+    """For every known model, the longest request that fits this machine, in tokens (0: not even its weights).
+
+    dtype: of the weights as loaded; None: the checkpoint's own.
+    """
     rows = []
     for known in known_models():
-        fast = replace(machine, rates=rates_of(limits, reference_rates(known.shape.head_dim)))
-        rows.append(_reached(known, longest_request(known.shape, fast, options, new_tokens)))
+        shape = _loaded_as(known.shape, dtype)
+        fast = replace(machine, rates=rates_of(limits, reference_rates(shape.head_dim)))
+        rows.append(_reached(known, shape, longest_request(shape, fast, options, new_tokens)))
     return rows
 
 
-def _reached(known: KnownModel, tokens: int) -> dict[str, Any]:
+def _reached(known: KnownModel, shape: ModelShape, tokens: int) -> dict[str, Any]:
     return {
         "name": " ".join((known.name, *known.aliases)),
         "hub": known.hub,
-        "weight_bytes": known.shape.weight_bytes,
-        "kv_bytes_per_token": known.shape.kv(1).cached_token_bytes,
-        "trained_window": known.shape.trained_window,
+        "weight_bytes": shape.weight_bytes,
+        "kv_bytes_per_token": shape.kv(1).cached_token_bytes,
+        "trained_window": shape.trained_window,
         "longest": tokens,
     }
 
@@ -327,8 +368,7 @@ def _reached(known: KnownModel, tokens: int) -> dict[str, Any]:
 def reach_table(rows: Sequence[dict[str, Any]], machine: Machine) -> str:
     """The rows of `reach` as text."""
     lines = [
-        f"GPU memory: {machine.device.source if machine.device else 'not checked: no GPU here and no --gpu-memory'}",
-        f"host memory: {machine.host.source if machine.host else 'not checked'}",
+        *_machine_lines(machine),
         "",
     ]
     cells = [("model", "weights", "KV a token", "trained for", "longest that fits")]

@@ -14,6 +14,7 @@ from longgen.planning.plans import (
     as_json,
     find_shape,
     longest_request,
+    parse_gbps,
     parse_tflops,
     plan_lengths,
     reach,
@@ -25,13 +26,10 @@ from longgen.planning.plans import (
 _USUAL_HEAD = 128  # which the machine's rates are shown for where no model is named
 
 
-def limits_of(settings: Settings, h2d_gbps: float | None, tflops: str | None) -> Limits:
+def limits_of(settings: Settings, h2d_gbps: str | None, tflops: str | None) -> Limits:
     """What the flags say about the machine. Raises UsageError."""
-    if h2d_gbps is not None and not 0 < h2d_gbps < 1e6:
-        raise UsageError(f"--h2d-gbps {h2d_gbps} must be a number above 0")
     attention, matmul = parse_tflops(tflops)
-    copies = h2d_gbps * 1e9 if h2d_gbps is not None else None
-    return Limits(settings.gpu_memory, settings.cpu_memory, attention, matmul, copies)
+    return Limits(settings.gpu_memory, settings.cpu_memory, attention, matmul, parse_gbps(h2d_gbps))
 
 
 def plan(
@@ -51,12 +49,17 @@ def plan(
     Returns the exit code: 1 if a length does not fit. Raises LongGenError for a model or a machine that cannot be read.
     """
     options = PlanOptions(settings.block_size, settings.chunk_size, settings.resident_blocks, slots, settings.compile)
+    dtype = None if settings.dtype == "auto" else settings.dtype
     if model is None:
+        if lengths:
+            raise UsageError(
+                "--max-len needs a --model; without both, the longest request of every known model is shown"
+            )
         machine = this_machine(limits, _USUAL_HEAD)
-        rows = reach(machine, limits, options, settings.max_new_tokens)
+        rows = reach(machine, limits, options, settings.max_new_tokens, dtype)
         print(json.dumps(rows, indent=1) if machine_readable else reach_table(rows, machine), file=out)
         return 0
-    shape = find_shape(model, None if settings.dtype == "auto" else settings.dtype)
+    shape = find_shape(model, dtype)
     machine = this_machine(limits, shape.head_dim)
     lengths = lengths or [shape.trained_window]
     results = plan_lengths(shape, machine, options, lengths, settings.max_new_tokens)
@@ -72,7 +75,7 @@ def plan(
         )
     else:
         print(table(shape, machine, results), file=out)
-        if slots > 1:
+        if slots > 1 and longest:
             print(f"{slots} slots: each can hold up to {longest:,} tokens", file=out)
     for refusal in refusals:
         print(f"longgen: error: {refusal}", file=err)

@@ -259,8 +259,8 @@ def test_wrong_input_is_one_line(
     [
         ("{", "is not YAML"),
         ("family: qwen3\n", "lacks head_dim, hidden"),
-        (DENSE.replace("qwen3", "llama"), "family 'llama' of the shape shape is not supported"),
-        (DENSE.replace("q_heads: 4", "q_heads: 3"), "no qwen3 model can be made of the shape shape"),
+        (DENSE.replace("qwen3", "llama"), "family is 'llama'; it must be one of qwen2, "),
+        (DENSE + "experts: {count: 4, active: 2, width: 8}\n", "no qwen3 model can be made of the shape shape"),
         (DENSE.replace("head_dim: 16", "head_dim: 15"), "no qwen3 model can be made of the shape shape"),
     ],
 )

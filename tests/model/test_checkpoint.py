@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors.torch import load_file, save_file
 
 from longgen.errors import CheckpointError, UsageError
-from longgen.model.checkpoint import SUPPORTED_TYPES, load_model, read_config, resolve_checkpoint
+from longgen.model.checkpoint import SUPPORTED_TYPES, check_folder, load_model, read_config, resolve_checkpoint
 from longgen.model.tiny import make_checkpoint
 from tests.checkpoints import Build
 
@@ -70,6 +73,14 @@ def test_the_model_is_ready_for_inference(build: Build, model_type: str) -> None
     assert not any("visual" in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_keep_the_type_that_the_config_names(copy: Copy, dtype: str) -> None:
+    checked = check_folder(edit_config(copy(), dtype=dtype))
+    assert checked.config.dtype is getattr(torch, dtype)
+    model = load_model(checked, None, torch.device("cpu"))
+    assert {weight.dtype for weight in model.parameters()} == {getattr(torch, dtype)}
+
+
 def test_a_vision_language_folder_holds_a_vision_part(build: Build) -> None:
     names = load_file(build("qwen3_5") / "model.safetensors")
     assert any(name.startswith("model.visual.") for name in names)
@@ -98,6 +109,20 @@ def test_quantised_weights_are_refused(copy: Copy) -> None:
         read_config(edit_config(copy(), quantization_config={"quant_method": "fp8"}))
 
 
+def test_weight_files_under_names_of_their_own_are_refused(copy: Copy) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json names weight files of its own \(transformers_weights\)"):
+        read_config(edit_config(copy(), transformers_weights="other.safetensors"))
+
+
+def test_an_adapter_beside_the_weights_is_refused(copy: Copy) -> None:
+    folder = copy()
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"holds an adapter \(adapter_config\.json\).*; merge it into the weights"
+    ):
+        check_folder(folder)
+
+
 def edit_text(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     raw = json.loads(path.read_text())
@@ -118,6 +143,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4 in .* multiple of num_key_value_heads, 3"),
         ("qwen2", {"hidden_size": -64}, "hidden_size is -64"),
+        ("qwen3", {"intermediate_size": 0}, "intermediate_size is 0"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* there are 4 experts"),
+        ("qwen3_5_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("qwen3_moe", {"num_local_experts": -1}, "num_experts is -1"),
+        ("qwen2_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads is 0"),
         ("qwen3_5", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn .* supported are bfloat16, float16, float32"),
@@ -161,6 +192,7 @@ def test_a_text_part_that_is_no_object_is_refused(copy: Copy, text: object) -> N
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 def test_json_that_is_nested_too_deep_is_refused(copy: Copy, file: str) -> None:
     folder = copy()
+    split_weights(folder)
     (folder / file).write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=re.escape(file)):
         load(folder)
@@ -192,7 +224,7 @@ def test_an_old_style_yarn_config_is_understood(copy: Copy) -> None:
 def test_an_unreadable_config_is_refused(copy: Copy) -> None:
     folder = copy()
     (folder / "config.json").write_text("{not json")
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON: .*; get it again"):
         read_config(folder)
 
 
@@ -208,6 +240,19 @@ def test_a_missing_head_is_refused_unless_it_is_tied(copy: Copy, build: Build, m
         load(drop_weights(copy(model_type), "lm_head.weight"))
     assert not any(name.startswith("lm_head") for name in load_file(build(model_type, tied=True) / "model.safetensors"))
     model: Any = load(build(model_type, tied=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5"])
+def test_a_stored_head_must_be_the_embedding_where_they_are_tied(copy: Copy, model_type: str) -> None:
+    folder = edit_text(edit_config(copy(model_type), tie_word_embeddings=True), tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match="the head is not the embedding, as tie_word_embeddings says; set it to"):
+        load(folder)
+    weights = load_file(folder / "model.safetensors")
+    (embedding,) = (tensor for name, tensor in weights.items() if name.endswith("embed_tokens.weight"))
+    weights["lm_head.weight"] = embedding.clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model: Any = load(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -318,6 +363,41 @@ def test_offline_asks_the_cache_only(variable: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(f"socket.{call}", lambda *_, **__: pytest.fail("touched the network"))
     with pytest.raises(CheckpointError, match="offline"):
         resolve_checkpoint("nobody/no-such-checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("qwn3-8b", "not in the hub cache; did you mean qwen3-8b?"),
+        ("gpt2", "not in the hub cache; longgen plan lists the short names"),
+        ("nobody/qwn3-8b", "not in the hub cache"),
+    ],
+)
+def test_a_name_that_is_almost_a_short_name_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, ending: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError) as caught:
+        resolve_checkpoint(name)
+    assert str(caught.value).endswith(ending)
+
+
+def test_the_hubs_library_is_kept_off_standard_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logger = hub_logging.get_logger("huggingface_hub.utils._http")
+    shown = []
+
+    def download(*_: object, **__: object) -> str:
+        shown.append(logger.isEnabledFor(logging.WARNING))
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert logger.isEnabledFor(logging.WARNING)
+    with pytest.raises(CheckpointError, match=r"cannot be reached|offline"):
+        resolve_checkpoint("nobody/no-such-checkpoint")
+    assert shown == [False]
+    assert logger.isEnabledFor(logging.WARNING)
 
 
 def test_a_hub_id_is_downloaded(build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

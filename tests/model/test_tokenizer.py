@@ -273,7 +273,7 @@ def test_generation_settings_are_those_that_are_set(folder: Path, tmp_path: Path
     assert generation_settings(folder) == expected
     assert generation_settings(tmp_path) == {}
     (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="is not JSON"):
         generation_settings(tmp_path)
 
 

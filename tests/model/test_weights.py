@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from longgen.errors import CheckpointError
 from longgen.model.checkpoint import SUPPORTED_TYPES, load_model, read_config
 from longgen.model.shards import read_shards
+from longgen.model.tokenizer import TextTokenizer
 from longgen.model.weights import check_weights
 from tests.checkpoints import Build
 
 Copy = Callable[..., Path]
 Weights = dict[str, torch.Tensor]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 DENSE_AND_EXPERTS = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 
 
@@ -59,7 +61,7 @@ def split(folder: Path) -> Path:
         save_file({name: weights[name] for name in held}, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(held, file)
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return folder
 
 
@@ -162,8 +164,76 @@ def test_an_empty_file_is_named(copy: Copy) -> None:
 
 def test_a_pointer_file_is_named(copy: Copy) -> None:
     folder = split(copy())
-    (folder / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n")
-    refused(folder, r"a\.safetensors is a git-lfs pointer, not the weights; run git lfs pull in ")
+    (folder / "a.safetensors").write_text(POINTER)
+    refused(folder, r"a\.safetensors is a git-lfs pointer, not the file itself; run git lfs pull in ")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_a_pointer_in_place_of_a_json_file_is_named(copy: Copy, file: str) -> None:
+    folder = split(copy())
+    (folder / file).write_text(POINTER)
+    refused(folder, rf"{file} is a git-lfs pointer, not the file itself; run git lfs pull in ")
+
+
+def test_a_pointer_in_place_of_the_tokenizer_is_named(copy: Copy) -> None:
+    folder = copy()
+    (folder / "tokenizer.json").write_text(POINTER)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a git-lfs pointer"):
+        TextTokenizer.load(folder)
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def test_two_tensors_in_one_place_are_noticed(copy: Copy) -> None:
+    def overlap(header: dict[str, Any]) -> None:
+        parts = [header[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qo"]
+        parts[0]["data_offsets"] = parts[1]["data_offsets"]
+
+    folder = copy()
+    rewrite_header(folder / "model.safetensors", overlap)
+    refused(folder, r"model\.safetensors has a damaged safetensors header; get it again")
+
+
+def test_a_negative_size_is_noticed(copy: Copy) -> None:
+    folder = copy()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite_header(folder / "model.safetensors", lambda header: header[name].update(shape=[-64, -64]))
+    refused(folder, rf"model\.safetensors has a damaged safetensors header \({name}\)")
+
+
+def test_the_file_that_is_loaded_is_the_one_that_is_checked(copy: Copy) -> None:
+    """transformers takes model.safetensors first, also where there is an index."""
+    folder = copy()
+    single = (folder / "model.safetensors").read_bytes()
+    split(folder)
+    (folder / "model.safetensors").write_bytes(single[:-1])
+    refused(folder, r"model\.safetensors holds \d+ bytes where its header promises")
+
+
+def test_an_index_that_transformers_cannot_read_is_refused(copy: Copy) -> None:
+    folder = split(copy())
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    refused(folder, r"index\.json is not a safetensors index with weight_map and metadata; get it again")
+
+
+def test_what_is_there_in_place_of_weights_is_named(copy: Copy) -> None:
+    folder = split(copy())
+    (folder / "model.safetensors.index.json").unlink()
+    refused(folder, r"index\.json, which a\.safetensors, b\.safetensors would need; get the index too")
+    (folder / "model.safetensors").symlink_to(folder / "nowhere")
+    refused(folder, r"model\.safetensors is no file, or a link to one that is not there; get it again")
+    (folder / "model.safetensors").unlink()
+    for name in "ab":
+        (folder / f"{name}.safetensors").rename(folder / f"{name}.gguf")
+    refused(folder, r"no weights: .*; a\.gguf, b\.gguf cannot be read here, get the safetensors version")
 
 
 def test_a_tensor_smaller_than_its_shape_is_named(copy: Copy) -> None:
@@ -199,7 +269,7 @@ def test_a_tensor_stored_twice_is_named(copy: Copy) -> None:
 @pytest.mark.parametrize("name", ["../out.safetensors", "pytorch_model.bin"])
 def test_an_index_that_names_other_folders_or_pickles_is_refused(copy: Copy, name: str) -> None:
     folder = split(copy())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
     refused(folder, r"index\.json names (files outside its folder|pickles)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
@@ -100,10 +101,16 @@ def test_a_v1_group_that_cannot_be_seen_still_binds(tmp_path: Path) -> None:
 
 def test_a_limit_on_the_address_space_binds(tmp_path: Path) -> None:
     write(machine(tmp_path), "proc/self/limits", f"Max address space         {10 * GIB}   unlimited   bytes")
-    write(tmp_path, "proc/self/statm", f"{3 * GIB // 4096} 10 10 1 0 10 0")
+    write(tmp_path, "proc/self/statm", f"{3 * GIB // PAGESIZE} 10 10 1 0 10 0")
     budget = host_budget(root=tmp_path)
     assert budget.limits[0].free == 7 * GIB
     assert budget.source.startswith("RLIMIT_AS")
+
+
+def test_where_nothing_can_be_read_a_cap_is_asked_for(tmp_path: Path) -> None:
+    budget = host_budget(root=tmp_path)
+    assert (budget.usable, budget.source) == (0, "it cannot be read here; give --cpu-memory")
+    assert host_budget(8 * GIB, tmp_path).usable == 8 * GIB
 
 
 def test_a_cap_below_every_limit_is_taken_whole(tmp_path: Path) -> None:

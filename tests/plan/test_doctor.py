@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from longgen.cli import main
+from longgen.planning import doctor
 from longgen.planning.doctor import copies_finding, examine, merge_finding, pinned_finding
 from longgen.planning.measure import CopyRates
 
@@ -58,3 +59,42 @@ def test_slow_copies_and_pageable_memory_are_pointed_out() -> None:
     assert copies_finding(slow).state == "note"
     assert pinned_finding(slow).state == "missing"
     assert "refused" in pinned_finding(slow).value
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [("5.17.0", "ok"), ("6.0", "ok"), ("5.2.1", "missing"), ("5.24.0", "ok")]
+)
+def test_a_transformers_that_is_too_old_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, version: str, state: str
+) -> None:
+    monkeypatch.setattr(doctor, "package_version", lambda _: version)
+    (finding,) = (each for each in examine() if each.name == "transformers")
+    assert (finding.state, finding.value) == (state, version)
+
+
+def test_a_gpu_that_fails_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name in ("get_device_properties", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    for name in ("default_kernels", "open_transfer"):
+        monkeypatch.setattr(doctor, name, fail)
+    findings = {finding.name: finding for finding in examine()}
+    for name in ("GPU", "attention", "pinned memory"):
+        assert findings[name].state == "missing"
+        assert findings[name].value == "failed: RuntimeError: CUDA error: out of memory"
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("driver", "said"), [("unknown", "no NVIDIA driver is loaded"), ("580.65", "driver 580.65 is")]
+)
+def test_without_a_gpu_it_says_whether_there_is_a_driver(
+    monkeypatch: pytest.MonkeyPatch, driver: str, said: str
+) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: driver)
+    (finding,) = (each for each in examine() if each.name == "GPU")
+    assert said in finding.value

@@ -1,4 +1,4 @@
-"""Known models and shapes in YAML."""
+"""Known models."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from longgen.errors import UsageError
 from longgen.model_shape import RECURRENT
-from longgen.names import checkpoint_name, find_known, known_models, read_shape
+from longgen.names import checkpoint_name, find_known, known_models
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models.yaml"
-TINY = {
-    "family": "qwen3", "hidden": 64, "layers": 4, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96, "vocab": 320,
-    "trained_window": 4096,
-}  # fmt: skip
 
 # Weights as the hub counts them, of checkpoints that hold nothing but the text model.
 PUBLISHED = {
@@ -23,6 +18,7 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "qwen2.5-7b-1m": 7_615_616_512,
     "qwen2.5-14b-1m": 14_770_033_664,
     "qwen3-next-80b-a3b": 79_674_391_296,
@@ -83,42 +79,3 @@ def test_short_names_stand_for_hub_ids_unless_there_is_such_a_path(
 
 def test_a_hub_id_of_a_known_model_needs_no_network() -> None:
     assert _shape("Qwen/Qwen3-8B") == _shape("qwen3-8b")
-
-
-def _written(folder: Path, **changes: object) -> Path:
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump({**TINY, **changes}))
-    return path
-
-
-def test_a_shape_is_read_from_yaml(tmp_path: Path) -> None:
-    shape = read_shape(_written(tmp_path, window_layers=[1, 3], window=48), "float32")
-    assert (shape.name, shape.dtype, shape.window) == ("tiny", "float32", 48)
-    assert [layer.window for layer in shape.layers] == [None, 48, None, 48]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hiden": 3}, "tiny has no use for hiden"),
-        ({"hidden": "many"}, "does not describe a model"),
-        ({"mlp": 0}, "either mlp or experts is needed"),
-        ({"full_attention_every": 2}, "recurrent layers need delta"),
-        ({"window_layers": [1]}, "window_layers need window"),
-        ({"experts": {"count": 4}}, "does not describe a model"),
-        ({"kv_bytes_per_token": 7}, "states 7 KV bytes per token, but its shape takes 512"),
-        ({"kv_heads": 0}, "sizes must be 1 or more"),
-    ],
-)
-def test_a_wrong_shape_is_one_usage_error(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        read_shape(_written(tmp_path, **changes))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_missing_or_incomplete_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere\.yaml cannot be read"):
-        read_shape(tmp_path / "nowhere.yaml")
-    (tmp_path / "a.yaml").write_text("family: qwen3\n")
-    with pytest.raises(UsageError, match="a lacks head_dim, hidden, kv_heads"):
-        read_shape(tmp_path / "a.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 from longgen.attention.backends import default_kernels
-from longgen.errors import CapacityError
+from longgen.errors import CapacityError, UsageError
 from longgen.kv.layout import KVLayout
-from longgen.kv.plan import RUNTIME_BYTES, SPARE_PART, MeasuredUse, MemoryPlan, Planner, PlanOptions
+from longgen.kv.plan import RUNTIME_BYTES, SEARCH_LIMIT, SPARE_PART, MeasuredUse, MemoryPlan, Planner, PlanOptions
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
@@ -104,6 +105,23 @@ def test_what_the_user_fixed_is_kept() -> None:
     assert result.sizes.window_keep == 512
 
 
+def test_of_what_the_user_fixed_no_more_is_taken_than_the_request_has_use_for() -> None:
+    result = plan(SMALL, 24, 10_000, chunk_size=1 << 20, resident_blocks=1 << 20)
+    assert (result.sizes.chunk_tokens, result.resident_blocks) == (10_240, 11)
+    assert result.reasons[0] == "chunk 10,240: the whole prompt"
+    assert "nothing is copied" in result.reasons[2]
+
+
+def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused() -> None:
+    with pytest.raises(UsageError, match="chunk size 100 is not a multiple of the block size 64"):
+        plan(SMALL, 24, 10_000, chunk_size=100, block_size=64)
+
+
+def test_without_a_known_device_no_block_is_said_to_be_on_it() -> None:
+    result = plan(SMALL, None, 65_536)
+    assert result.reasons[2] == "no block of 65 a layer is counted on the device, whose memory is not known"
+
+
 def test_measured_activations_take_the_place_of_the_estimate() -> None:
     planner = Planner(SMALL, machine(24))
     before = planner.plan(524_288, 256)
@@ -144,7 +162,8 @@ def test_a_chunk_that_takes_less_than_was_thought_leaves_more_blocks_on_the_devi
 def test_a_chunk_that_takes_more_than_there_is_is_refused_with_numbers() -> None:
     planner = Planner(SEVEN, machine(17))
     with pytest.raises(
-        CapacityError, match=r"seven needs 17\.\d GiB of GPU memory at least .* 2 GiB activations.* and 17 GiB"
+        CapacityError,
+        match=r"seven with 65,792 tokens needs 17\.\d GiB of GPU memory at least .* 2 GiB activations.* 17 GiB",
     ):
         planner.again(planner.plan(65_536, 256), MeasuredUse(1 << 30, 0, 2 << 30))
 
@@ -172,8 +191,8 @@ def one_line(shape: ModelShape, gpu: float | None, host: float, prompt: int, **o
 def test_a_cap_below_the_weights_is_refused() -> None:
     text = one_line(SEVEN, 8, 120, 1000)
     assert text == (
-        "seven needs 14.2 GiB of GPU memory for its weights and 768 MiB for CUDA, and 8 GiB are usable (a test); give "
-        "more, or take a smaller model"
+        "seven with 1,256 tokens needs 14.2 GiB of GPU memory for its weights and 768 MiB for CUDA, 6.94 GiB more than "
+        "the 8 GiB that are usable (a test); give more, or take a smaller model"
     )
 
 
@@ -186,13 +205,66 @@ def test_a_device_too_small_for_any_buffers_is_refused_with_each_number() -> Non
 def test_too_little_host_memory_is_refused_with_the_longest_prompt_that_fits() -> None:
     text = one_line(SMALL, 8, 64, 4 << 20)
     assert "small with 4,194,560 tokens needs" in text
-    assert "64 GiB are usable (a test; 0 B in reserve)" in text
+    assert "more than the 64 GiB that are usable (a test; 0 B in reserve)" in text
     longest = Planner(SMALL, machine(8, 64)).longest_prompt(256)
     assert f"the longest prompt that fits is {longest:,} tokens, with 256 generated" in text
     plan_of = Planner(SMALL, machine(8, 64)).plan
     assert plan_of(longest, 256).host.total <= 64 * GIB
     with pytest.raises(CapacityError):
         plan_of(longest + 1, 256)
+
+
+@pytest.mark.parametrize("shape", [SMALL, SLIDING])
+@pytest.mark.parametrize(
+    "options",
+    [
+        PlanOptions(),
+        PlanOptions(block_size=64, slots=4),
+        PlanOptions(chunk_size=1 << 20),
+        PlanOptions(resident_blocks=1 << 20),
+        PlanOptions(block_size=1000, chunk_size=3000, resident_blocks=7),
+    ],
+)
+@pytest.mark.parametrize(("gpu", "host", "shared"), [(8, 20, False), (3, None, False), (None, 12, True)])
+def test_the_longest_prompt_fits_and_none_that_is_longer(
+    shape: ModelShape, options: PlanOptions, gpu: float | None, host: float | None, shared: bool
+) -> None:
+    planner = Planner(shape, machine(gpu, host, shared=shared), options)
+    longest = planner.longest_prompt(256)
+    if longest:
+        assert planner.plan(longest, 256).prompt == longest
+    if longest < SEARCH_LIMIT:
+        with pytest.raises(CapacityError, match=f"{longest:,}" if longest else "no prompt fits"):
+            planner.plan(longest + 1, 256)
+
+
+def test_amounts_that_look_alike_are_told_apart() -> None:
+    needed = plan(SMALL, None, 524_288).host.total
+    text = one_line(SMALL, None, (needed - 4096) / GIB, 524_288)
+    assert ", 4 KiB more than the " in text
+
+
+def test_a_device_that_holds_shorter_prompts_is_refused_with_the_longest() -> None:
+    options: dict[str, Any] = {"resident_blocks": 1 << 20}
+    text = one_line(SMALL, 8, 120, 524_288, **options)
+    assert re.search(
+        r"small with 524,544 tokens needs .* GiB of GPU memory at least .*, 56\.1 GiB resident blocks\)", text
+    )
+    longest = Planner(SMALL, machine(8), PlanOptions(**options)).longest_prompt(256)
+    assert longest > 40_000
+    fits = f"the longest prompt that fits is {longest:,} tokens, with 256 generated"
+    assert text.endswith(f"{fits}; a lower --resident-blocks leaves more room")
+    assert plan(SMALL, 8, longest, **options).prompt == longest
+    one_line(SMALL, 8, 120, longest + 1, **options)
+
+
+def test_a_refusal_names_what_was_set_too_high() -> None:
+    text = one_line(SMALL, 8, 120, 1 << 20, chunk_size=1 << 20, slots=3)
+    assert text.endswith("a lower --chunk-size or --slots leaves more room")
+    assert "small with 100,000 times 1,256 tokens needs" in (text := one_line(SMALL, 8, 120, 1000, slots=100_000))
+    assert text.endswith("no prompt fits: give more, or lower --slots")
+    assert one_line(SMALL, 8, 120, 1000, block_size=4 << 20).endswith("give more, or lower --block-size")
+    assert one_line(SMALL, 2, 120, 1000).endswith("no prompt fits: give more, or take a smaller model")
 
 
 def test_weights_must_pass_through_host_memory() -> None:
