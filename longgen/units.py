@@ -68,6 +68,11 @@ def show_length(tokens: int) -> str:
     return f"{tokens:,}"
 
 
+def show_count(count: int, noun: str) -> str:
+    """1 record, 1,000 records."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def show_seconds(seconds: float) -> str:
     """0.4 s, 52 s, 7.5 min, 2.3 h."""
     if seconds < 10:

@@ -13,6 +13,7 @@ from typing import Any
 
 from longgen.errors import CheckpointError
 from longgen.model.files import listed, read_bytes, read_json_object, refuse_pointer
+from longgen.units import show_count
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -110,13 +111,13 @@ def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[st
     lost = sorted(weight_map.keys() - tensors.keys())
     if lost:
         raise CheckpointError(
-            f"{len(lost)} weights that {index} promises are in none of its files: {listed(lost)}; get them again"
+            f"missing {show_count(len(lost), 'weight')} that {index} promises: {listed(lost)}; get the files again"
         )
     extra = sorted(tensors.keys() - weight_map.keys())
     if extra:
         raise CheckpointError(
-            f"{tensors[extra[0]].file} holds {len(extra)} weights that {index} does not name: {listed(extra)}; the "
-            "files are not of one checkpoint, get them again"
+            f"{tensors[extra[0]].file} holds {show_count(len(extra), 'weight')} that {index} does not name: "
+            f"{listed(extra)}; the files are not of one checkpoint, get them again"
         )
     moved = sorted(name for name, file in weight_map.items() if tensors[name].file != file)
     if moved:

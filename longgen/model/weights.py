@@ -23,6 +23,7 @@ from longgen.errors import CheckpointError
 from longgen.model.files import listed, reason
 from longgen.model.quiet import quiet_transformers
 from longgen.model.shards import StoredTensor
+from longgen.units import show_count
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(.+)")
@@ -71,8 +72,8 @@ def _refuse_differences(folder: Path, differences: Differences) -> None:
     missing, misshapen, left_over = differences.missing, differences.misshapen, differences.left_over
     if missing:
         raise CheckpointError(
-            f"{len(missing)} weights that config.json calls for are missing in {folder}: {listed(list(missing))}; get "
-            "the files again, or the config.json that belongs to them"
+            f"missing {show_count(len(missing), 'weight')} that config.json calls for in {folder}: "
+            f"{listed(list(missing))}; get the files again, or the config.json that belongs to them"
         )
     if misshapen:
         raise CheckpointError(
@@ -81,7 +82,7 @@ def _refuse_differences(folder: Path, differences: Differences) -> None:
         )
     if left_over:
         raise CheckpointError(
-            f"{folder} holds {len(left_over)} weights that its config.json has no place for: "
+            f"{folder} holds {show_count(len(left_over), 'weight')} that its config.json has no place for: "
             f"{listed(list(left_over))}; get the config.json that belongs to the files"
         )
 

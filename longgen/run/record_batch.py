@@ -18,6 +18,7 @@ from longgen.run.progress import TokenizingProgress
 from longgen.run.requests import Request
 from longgen.run.results import Result, Written, result_line
 from longgen.run.truncation import Cut
+from longgen.units import show_count
 
 if TYPE_CHECKING:
     from longgen.engine import Engine
@@ -115,7 +116,7 @@ def _check_prompts(output: Output, heads: Sequence[Head], name: str | None, err:
             f"{len(found):,} have another prompt, such as {changed[0].source}; give another --output, or --overwrite "
             "to replace the file"
         )
-    print(f"longgen: note: the prompts of {len(changed):,} records changed; their results are replaced", file=err)
+    print(f"longgen: note: replacing {show_count(len(changed), 'result')} whose prompt has changed", file=err)
 
 
 class _Batch:
@@ -183,7 +184,7 @@ class _Batch:
                     self._sizes[request.id] = item.size(self._options.cap)
         if differing:
             print(
-                f"longgen: note: {len(differing):,} records were done with other settings, and stay as they are: "
+                f"longgen: note: keeping {show_count(len(differing), 'result')} of other settings: "
                 f"{differing[0]}; --overwrite does them anew",
                 file=self._err,
             )

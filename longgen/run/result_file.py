@@ -15,6 +15,7 @@ from longgen.config import Settings
 from longgen.errors import OutputError, UsageError
 from longgen.run.interrupts import uninterrupted
 from longgen.run.results import Written, may_be_torn, read_line
+from longgen.units import show_count
 
 COPY_BYTES = 1 << 20
 
@@ -78,7 +79,10 @@ class ResultFile:
             self._scan(self._again, self._again_path)
         foreign = sum(line_id not in self._order for line_id in self._lines)
         if foreign:
-            print(f"longgen: note: {self._name} holds {foreign:,} results of other records; they stay", file=self._err)
+            print(
+                f"longgen: note: keeping {show_count(foreign, 'result')} of other records in {self._name}",
+                file=self._err,
+            )
 
     @property
     def _again_path(self) -> str:

@@ -140,7 +140,7 @@ def test_other_settings_are_told_and_finished_records_stay(tiny: Path, tmp_path:
     before = out.read_bytes()
     done = run(tmp_path / "other", *batch(tiny, prompts, "--max-new-tokens", "4", "--output", str(out)))
     assert (
-        f"longgen: note: 2 records were done with other settings, and stay as they are: {prompts} line 1 with "
+        f"longgen: note: keeping 2 results of other settings: {prompts} line 1 with "
         "max_new_tokens 3, now 4; --overwrite does them anew\n"
     ) in done.err
     assert (done.code, out.read_bytes()) == (0, before)
@@ -162,7 +162,7 @@ def test_results_of_other_prompts_are_refused_if_all_are_and_counted_if_some_are
     )
     write_records(other, [{"prompt": "x"}, {"prompt": "q"}, {"prompt": "r"}])
     done = run(tmp_path / "some", *batch(tiny, other, *flags, "--output", str(out)))
-    assert "longgen: note: the prompts of 1 records changed; their results are replaced\n" in done.err
+    assert "longgen: note: replacing 1 result whose prompt has changed\n" in done.err
     assert (done.code, [line["error"] for line in read_lines(out)]) == (0, [None] * 3)
     write_records(other, [{"prompt": "u"}, {"prompt": "v"}, {"prompt": "w"}])
     assert run(tmp_path / "replaced", *batch(tiny, other, *flags, "--output", str(out), "--overwrite")).code == 0

@@ -186,7 +186,7 @@ def test_results_of_other_records_stay_after_those_of_the_batch(tmp_path: Path) 
     path, err = tmp_path / "out", io.StringIO()
     path.write_bytes(content(ids="xay"))
     with ResultFile(settings(path), IDS, err):
-        assert "holds 2 results of other records; they stay" in err.getvalue()
+        assert "note: keeping 2 results of other records in" in err.getvalue()
     go_on(path)
     assert path.read_bytes() == content(ids=[*IDS, "x", "y"])
 

@@ -347,7 +347,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_before_a_plan_is_made_of
     monkeypatch.setattr("longgen.model.checkpoint._from_pretrained", lambda *_: pytest.fail("weights were loaded"))
     assert main(_run(folder, prompt)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("longgen: error: 22 weights that config.json calls for are missing")
+    assert line.startswith("longgen: error: missing 22 weights that config.json calls for in")
 
 
 def test_the_longest_of_several_prompts_is_planned(
