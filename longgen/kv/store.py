@@ -214,6 +214,7 @@ class KVStore:
         do_all(
             partial(self._abort_over, slot_id),
             parts.transfer.drain,
+            parts.transfer.drain,  # at once, unless an interrupt kept the first from waiting
             slot.clear,
             partial(parts.host.release, slot_id, scrub=self._scrub),
             partial(parts.policy.reset, slot_id),

@@ -16,7 +16,7 @@ from longgen.kv.counters import Counters
 from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
-from longgen.kv.transfer import CpuTransfer, Transfer
+from longgen.kv.transfer import CpuTransfer, Queue, Transfer
 from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase, SparsePolicy
 from longgen.sparse.full import FullAttentionPolicy
 from tests.kv.lazy_transfer import LazyTransfer
@@ -354,6 +354,24 @@ def test_a_store_that_is_dropped_waits_for_its_copies_before_its_memory_is_freed
     assert transfer.drained == [True]
     transfer._work.clear()  # which holds on to the memory that it copied
     assert all(memory() is None for memory in transfer.held)
+
+
+def test_an_interrupt_before_a_reset_waits_does_not_free_what_is_being_copied() -> None:
+    class Interrupted(Watched):
+        def drain(self) -> None:
+            if not self.drained:
+                self.drained.append(False)
+                raise KeyboardInterrupt
+            super().drain()
+
+    transfer = Interrupted()
+    store = make_store(transfer=transfer)
+    run_pass(store, make_mirror(), [(0, 24)], [24])
+    with pytest.raises(KeyboardInterrupt):
+        store.reset(0)
+    assert transfer.drained == [False, True]
+    assert all(transfer.reached(transfer.record(queue)) for queue in Queue)
+    assert store.length(0) == 0 and store._parts.host.pool()
 
 
 def test_a_store_that_is_dropped_after_a_failure_of_the_device_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
