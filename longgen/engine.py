@@ -20,7 +20,7 @@ from longgen.kv.layout import KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.supply import HostSupply
-from longgen.kv.transfer import Event, Queue, open_transfer
+from longgen.kv.transfer import Event, Queue, make_current, open_transfer
 from longgen.metrics import Observer, RequestStats
 from longgen.model.checkpoint import CheckedFolder
 from longgen.model.provider import Provider, StateSnapshot
@@ -138,6 +138,7 @@ class Engine:
         layout = KVLayout(
             provider.layer_specs(), provider.kv_heads, provider.head_dim, provider.dtype, options.block_size
         )
+        make_current(provider.device)  # kernels are tried on the device that is current
         kernels = default_kernels(provider.device)
         groups = provider.config.num_attention_heads // provider.kv_heads
         windowed = bool(layout.window_layers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -135,6 +136,8 @@ class Trace:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(activities=activities)
-        self._profiler.prepare_trace()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.11 says of every trace that a second one would replace it
+            self._profiler.prepare_trace()
         self._profiler.start_trace()
         self._recording = True

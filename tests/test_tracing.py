@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,22 @@ def test_looking_at_a_place_leaves_it_as_it_was(tmp_path: Path) -> None:
     assert not trace_path(str(tmp_path / "new.json")).exists()
     with pytest.raises(UsageError):
         trace_path(str(there / "below.json"))
+
+
+def test_what_torch_warns_of_when_it_begins_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 does of every trace."""
+    prepare = torch.profiler.profile.prepare_trace
+
+    def prepare_and_warn(profiler: torch.profiler.profile) -> None:
+        prepare(profiler)
+        warnings.warn("Profiler clears events at the end of each cycle.", stacklevel=2)
+
+    monkeypatch.setattr("torch.profiler.profile.prepare_trace", prepare_and_warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace = Trace(CPU)
+        trace.chunk(1)
+        trace.stop()
 
 
 def test_a_trace_that_cannot_be_written_at_the_end_fails_the_run(tmp_path: Path) -> None:

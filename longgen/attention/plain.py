@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from longgen.attention.call import AttentionCall, Partial, visible
@@ -22,14 +24,16 @@ class PlainTorch:
         n, m = call.q.shape[1], call.k.shape[1]
         rows = max(1, SCORES_AT_ONCE // (call.q.shape[0] * m))
         k, v = (x.float().repeat_interleave(call.groups, 0) for x in (call.k, call.v))
-        seen = visible(call)
         outs, lses = [], []
         for start in range(0, n, rows):
-            part = slice(start, min(n, start + rows))
-            scores = call.q[:, part].float() @ k.transpose(1, 2) * call.scale
+            stop = min(n, start + rows)
+            end = m - n + stop if call.causal else m  # of the keys that any of these rows sees
+            piece = replace(call, q=call.q[:, start:stop], k=call.k[:, :end])
+            scores = piece.q.float() @ k[:, :end].transpose(1, 2) * call.scale
+            seen = visible(piece)  # not of all rows at once: with a past, that would be as large as the keys
             if seen is not None:
-                scores = scores.masked_fill(~seen[part], -torch.inf)
+                scores = scores.masked_fill(~seen, -torch.inf)
             lse = scores.logsumexp(-1)
-            outs.append((scores - lse[..., None]).exp() @ v)
+            outs.append((scores - lse[..., None]).exp() @ v[:, :end])
             lses.append(lse)
         return torch.cat(outs, 1), torch.cat(lses, 1)

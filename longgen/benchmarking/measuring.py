@@ -93,13 +93,13 @@ def record_end(engine: Engine, tokens: int, steps: int, trace: Trace) -> None:
 
     The engine must have measured `tokens` and `steps`.
     """
-    chunk = engine.chunk_tokens
+    chunk, count = engine.chunk_tokens, min(STEPS, WARM_UP_STEPS + steps)
     start = max(0, -(-tokens // chunk) - trace.chunks) * chunk
-    # Recurrent states are not cut: a pass takes as long whatever they hold.
-    engine.store.truncate(0, start)
+    # Windows and recurrent states cannot be cut back so far, and a pass takes as long whatever the past holds.
+    engine.fill_random(start, new_tokens=tokens - start + count)
     trace.armed = True
     engine.extend(random_prompt(tokens - start, engine.provider.vocab_size))
-    _steps(engine, min(STEPS, WARM_UP_STEPS + steps))
+    _steps(engine, count)
     trace.stop()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -82,6 +84,8 @@ class KVStore:
             counters=tuple(Counters() for _ in range(sizes.slots)),
             label=label,
         )
+        # Its memory, too, goes back only after every queue. At the end of the program it goes nowhere.
+        weakref.finalize(self, _drain, transfer).atexit = False
 
     @property
     def host_bytes(self) -> int:
@@ -210,6 +214,7 @@ class KVStore:
         do_all(
             partial(self._abort_over, slot_id),
             parts.transfer.drain,
+            parts.transfer.drain,  # at once, unless an interrupt kept the first from waiting
             slot.clear,
             partial(parts.host.release, slot_id, scrub=self._scrub),
             partial(parts.policy.reset, slot_id),
@@ -220,7 +225,8 @@ class KVStore:
         )
 
     def close(self) -> None:
-        """Ends the threads that make host memory. A store that is dropped ends them by itself, a moment later."""
+        """Ends the threads that make host memory. A store that is dropped ends them by itself, a moment later; what is
+        still being copied is waited for before its memory is freed."""
         self._supply.close()
 
     def poison(self, value: float = float("nan")) -> None:
@@ -291,3 +297,9 @@ def _empty(buffer: KVBuffer) -> None:
     buffer.filled = buffer.free = None
     buffer.k.zero_()
     buffer.v.zero_()
+
+
+def _drain(transfer: Transfer) -> None:
+    """Waits for every queue. On a device that has failed there is nothing left to wait for."""
+    with suppress(Exception):
+        transfer.drain()

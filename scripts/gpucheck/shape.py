@@ -43,8 +43,16 @@ def make_provider(settings: Settings, shape: ModelShape | None = None) -> Provid
     return random_provider(shape or usual_shape(settings.small), settings.device)
 
 
-def open_engine(provider: Provider, settings: Settings, *, resident_blocks: int = 0, slots: int = 1) -> Engine:
-    """Chunks of 8192, blocks of 1024, four ring entries of 16 blocks (--small: chunks of 64, blocks of 16)."""
+def open_engine(
+    provider: Provider,
+    settings: Settings,
+    *,
+    resident_blocks: int = 0,
+    slots: int = 1,
+    ring_blocks: int | None = None,
+) -> Engine:
+    """Chunks of 8192, blocks of 1024, four ring entries of `ring_blocks` blocks, None: 16 (--small: chunks of 64,
+    blocks of 16, entries of 2)."""
     return Engine.over(
         provider,
         EngineOptions(
@@ -52,7 +60,7 @@ def open_engine(provider: Provider, settings: Settings, *, resident_blocks: int 
             chunk_size=64 if settings.small else 8192,
             resident_blocks=resident_blocks,
             ring_entries=4,
-            ring_blocks=2 if settings.small else 16,
+            ring_blocks=ring_blocks or (2 if settings.small else 16),
             slots=slots,
         ),
     )

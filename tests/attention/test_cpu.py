@@ -9,6 +9,7 @@ import longgen.attention.plain
 from longgen.attention.call import AttentionCall, reference
 from longgen.attention.cpu import CpuFlash
 from longgen.attention.plain import PlainTorch
+from tests.plan.live import LiveBytes
 
 BACKENDS = [CpuFlash(), PlainTorch()]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -74,7 +75,8 @@ def test_out_and_lse_equal_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "causal", "window"), [(30, 77, True, 9), (30, 30, True, None), (7, 77, False, None)]
+    ("rows", "keys", "causal", "window"),
+    [(30, 77, True, 9), (30, 77, True, None), (30, 30, True, None), (7, 77, False, None)],
 )
 def test_plain_torch_in_pieces_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, rows: int, keys: int, causal: bool, window: int | None
@@ -84,6 +86,14 @@ def test_plain_torch_in_pieces_gives_the_same(
     monkeypatch.setattr(longgen.attention.plain, "SCORES_AT_ONCE", 4 * keys * 4)  # four rows at a time
     for piece, expected in zip(PlainTorch()(call), whole, strict=True):
         torch.testing.assert_close(piece, expected)
+
+
+def test_plain_torch_makes_no_mask_of_all_rows_over_a_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(512, 4096, True, None, head_dim=4, groups=1, dtype=torch.float32)
+    monkeypatch.setattr(longgen.attention.plain, "SCORES_AT_ONCE", 4 * 2 * 4096)  # four rows at a time
+    with LiveBytes() as live:
+        PlainTorch()(call)
+    assert live.peak < 512 * 4096
 
 
 def test_the_reference_equals_torch_itself() -> None:

@@ -35,6 +35,21 @@ tied: true
 trained_window: 32768
 dtype: float32
 """
+SLIDING = """
+family: qwen2
+hidden: 64
+layers: 3
+q_heads: 4
+kv_heads: 2
+head_dim: 16
+mlp: 96
+vocab: 320
+tied: true
+trained_window: 32768
+window: 100
+window_layers: [1]
+dtype: float32
+"""
 HYBRID = """
 family: qwen3_5_moe
 hidden: 64
@@ -153,7 +168,7 @@ def test_the_end_of_the_longest_is_traced_after_it_was_timed(
         return found
 
     monkeypatch.setattr(command, "measure_length", measured)
-    for name, text in (("dense", DENSE), ("hybrid", HYBRID)):
+    for name, text in (("dense", DENSE), ("sliding", SLIDING), ("hybrid", HYBRID)):
         trace = tmp_path / f"{name}.json"
         arguments = ["--shape", shape(text), "--lengths", "1000,200", "--chunk-size", "64", "--block-size", "16"]
         sizes = ["--resident-blocks", "0", "--repeats", "1", "--steps", "1", "--trace-chunks", "3"]
@@ -163,7 +178,7 @@ def test_the_end_of_the_longest_is_traced_after_it_was_timed(
         expected = [f"prefill: running {min(64, 1000 - start)} tokens after {start}" for start in (832, 896, 960)]
         expected += [f"decode: running 1 tokens after {length:,}" for length in (1000, 1001, 1002)]
         assert [range_ for range_ in ranges(trace) if ": running" in range_] == expected
-    assert traced == [False] * 4
+    assert traced == [False] * 6
 
 
 def test_compiled_code_is_measured_where_asked(

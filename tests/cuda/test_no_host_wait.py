@@ -19,7 +19,8 @@ from tests.engine.running import forward, open_engine
 READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"})
 KINDS = [("qwen3", {"head_dim": 64}), ("qwen2", {"sliding": True, "window": 24})]
 SIZES = [64, 64, 20, 1, 1, 16]  # chunks over host blocks, a short one, decode over a block boundary, a few tokens
-IDS = random_ids(sum(SIZES))
+LARGE = [256, 256, 150, 1, 1, 9]  # chunks that go to the kernels for many rows
+IDS = random_ids(sum(LARGE))
 
 
 class NoReads(TorchDispatchMode):
@@ -57,10 +58,10 @@ def no_waits() -> Iterator[None]:
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def run_passes(engine: Engine) -> list[torch.Tensor]:
+def run_passes(engine: Engine, sizes: list[int]) -> list[torch.Tensor]:
     """Every kind of pass, with a partial commit and an abort at the end."""
     logits = []
-    for ids in IDS.split(SIZES, dim=1):
+    for ids in IDS[:, : sum(sizes)].split(sizes, dim=1):
         with engine.store.begin([(0, ids.shape[1])]) as pass_:
             logits.append(forward(engine, pass_, ids))
             pass_.commit()
@@ -72,24 +73,28 @@ def run_passes(engine: Engine) -> list[torch.Tensor]:
     return logits
 
 
-def open_warm(build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int) -> Engine:
+def open_warm(
+    build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int, sizes: list[int]
+) -> Engine:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    engine = open_engine(build(kind, **options), resident=resident, device=str(device), dtype=dtype)
-    run_passes(engine)
+    folder = build(kind, **options)
+    engine = open_engine(folder, chunk=sizes[0], resident=resident, device=str(device), dtype=dtype)
+    run_passes(engine, sizes)
     engine.reset()
     return engine
 
 
+@pytest.mark.parametrize("sizes", [SIZES, LARGE], ids=["few-rows", "many-rows"])
 @pytest.mark.parametrize("resident", [0, 3, 32])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_nothing_in_a_pass_waits(
-    build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int
+    build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int, sizes: list[int]
 ) -> None:
-    engine = open_warm(build, device, kind, options, resident)
-    expected = run_passes(engine)
+    engine = open_warm(build, device, kind, options, resident, sizes)
+    expected = run_passes(engine, sizes)
     engine.reset()
     with no_waits():
-        got = run_passes(engine)
+        got = run_passes(engine, sizes)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -98,7 +103,7 @@ def test_nothing_in_a_pass_waits(
 def test_passes_are_queued_while_the_device_sleeps(build: Build, asleep: str) -> None:
     """Whatever stream is held up for a second, two chunks and a decode step are on their way in far less."""
     # One layer: a few hundred launches, where the driver's queue holds about a thousand before it makes the host wait.
-    engine = open_warm(build, torch.device("cuda"), "qwen3", {"head_dim": 64, "layers": 1}, 0)
+    engine = open_warm(build, torch.device("cuda"), "qwen3", {"head_dim": 64, "layers": 1}, 0, SIZES)
     transfer = engine.store.transfer
     assert isinstance(transfer, CudaTransfer)
     streams = {"compute": torch.cuda.current_stream(), **{q.value: s for q, s in transfer._streams.items()}}

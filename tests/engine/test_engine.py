@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from longgen.attention.kernels import Kernels
 from longgen.engine import EngineOptions
 from longgen.errors import CapacityError, SlotError, UsageError
 from longgen.sampling import Sampler, SamplingSettings
@@ -144,6 +147,21 @@ def test_a_cuda_device_gets_its_number_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert EngineOptions(device=name).torch_device() == torch.device("cuda", index)
     with pytest.raises(UsageError, match="cuda:3 is not there: torch sees 3"):
         EngineOptions(device="cuda:3").torch_device()
+
+
+def test_the_device_is_current_before_a_kernel_is_tried_on_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the device that is current, whatever device the tensors are on."""
+    seen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr("longgen.engine.make_current", lambda device: seen.append(("current", device)))
+    prepare = Kernels.prepare
+
+    def prepare_and_note(kernels: Kernels, *arguments: Any, **others: Any) -> None:
+        seen.append(("tried", arguments[3]))
+        prepare(kernels, *arguments, **others)
+
+    monkeypatch.setattr(Kernels, "prepare", prepare_and_note)
+    open_engine(build("qwen3"))
+    assert seen == [("current", torch.device("cpu")), ("tried", torch.device("cpu"))]
 
 
 def test_misuse_names_the_slot(build: Build) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from longgen.kv.counters import Counters
 from longgen.kv.layout import AttentionLayer, KVLayout
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
-from longgen.kv.transfer import CpuTransfer, Transfer
+from longgen.kv.transfer import CpuTransfer, Queue, Transfer
 from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase, SparsePolicy
 from longgen.sparse.full import FullAttentionPolicy
 from tests.kv.lazy_transfer import LazyTransfer
@@ -322,3 +324,66 @@ def test_runs_that_are_not_loaded_yet_are_waits() -> None:
         assert (counters.ring_waits > 0) is waits and (counters.ring_hits > 0) is not waits
         store.reset(0)
         assert store.counters(0) == Counters()
+
+
+class Watched(LazyTransfer):
+    """Notes which of its host memory is still there when it drains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[weakref.ref[torch.Tensor]] = []
+        self.drained: list[bool] = []
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        memory = super().allocate_host(nbytes)
+        self.held.append(weakref.ref(memory))
+        return memory
+
+    def drain(self) -> None:
+        super().drain()
+        self.drained.append(all(memory() is not None for memory in self.held))
+
+
+def test_a_store_that_is_dropped_waits_for_its_copies_before_its_memory_is_freed() -> None:
+    transfer = Watched()
+    store = make_store(transfer=transfer)
+    run_pass(store, make_mirror(), [(0, 24)], [24])
+    assert transfer.held and not transfer.drained
+    del store
+    gc.collect()
+    assert transfer.drained == [True]
+    transfer._work.clear()  # which holds on to the memory that it copied
+    assert all(memory() is None for memory in transfer.held)
+
+
+def test_an_interrupt_before_a_reset_waits_does_not_free_what_is_being_copied() -> None:
+    class Interrupted(Watched):
+        def drain(self) -> None:
+            if not self.drained:
+                self.drained.append(False)
+                raise KeyboardInterrupt
+            super().drain()
+
+    transfer = Interrupted()
+    store = make_store(transfer=transfer)
+    run_pass(store, make_mirror(), [(0, 24)], [24])
+    with pytest.raises(KeyboardInterrupt):
+        store.reset(0)
+    assert transfer.drained == [False, True]
+    assert all(transfer.reached(transfer.record(queue)) for queue in Queue)
+    assert store.length(0) == 0 and store._parts.host.pool()
+
+
+def test_a_store_that_is_dropped_after_a_failure_of_the_device_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    said: list[object] = []
+
+    class Failed(LazyTransfer):
+        def drain(self) -> None:
+            tried.append(1)
+            raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    make_store(transfer=Failed())
+    gc.collect()
+    assert tried and not said
