@@ -53,12 +53,12 @@ def _run_texts(
 ) -> int:
     checkpoint = read_checkpoint(model, settings, phases)
     options = run_options(checkpoint, settings, err)
+    planner = make_planner(checkpoint, settings)  # a wrong device or limit is said before prompts are encoded
     with TokenizingProgress(sum(each.chars for each in requests), shown=options.progress, stream=err) as bar:
         jobs = [checkpoint.maker.make(request, bar.update) for request in requests]
     checkpoint.say_template(err)
     sizes = [job.size(options.cap) for job in jobs]
     stretch = chosen_stretch(checkpoint.config, settings, sizes, err)
-    planner = make_planner(checkpoint, settings)
     phases.end("prompt")
     with opened(checkpoint, planner, stretch, sizes, sum(sizes[0]), settings, phases, err) as engine:
         code = run_jobs(engine, checkpoint.tokenizer, jobs, options, out, err)

@@ -149,15 +149,18 @@ class _Batch:
 
     def run(self, requests: Iterable[Request]) -> int:
         """Does what is to be done. Returns the exit code."""
+        left = len(self._done) < len(self._heads)
         if self._done:
-            rest = "going on with the others" if len(self._done) < len(self._heads) else "nothing is left to do"
+            rest = "going on with the others" if left else "nothing is left to do"
             print(f"longgen: {self.state}; {rest}", file=self._err)
+        # Before prompts are encoded, so that a wrong device or limit is said at once.
+        planner = make_planner(self._checkpoint, self._settings) if left else None
         self._get_ready(requests)
-        if any(isinstance(item, Job) for item in self._ready.values()):
-            self._answer_all()
+        if planner is not None and any(isinstance(item, Job) for item in self._ready.values()):
+            self._answer_all(planner)
         else:
             self._write_all(None)
-        if len(self._done) < len(self._heads):
+        if left:
             print(f"longgen: {self.state}", file=self._err)
         return FAILED if self._bad else 0
 
@@ -238,9 +241,8 @@ class _Batch:
             "dtype": settings.dtype,
         }
 
-    def _answer_all(self) -> None:
+    def _answer_all(self, planner: Planner) -> None:
         """Plans for the longest record that fits, loads the model and writes all lines."""
-        planner = make_planner(self._checkpoint, self._settings)
         most = _most_tokens(planner, list(self._sizes.values()))
         fitting = [size for size in self._sizes.values() if sum(size) <= most]
         for item in list(self._ready.values()):

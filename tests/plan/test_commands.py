@@ -29,6 +29,7 @@ from longgen.planning.plans import (
     summary,
     this_machine,
 )
+from longgen.run.jobs import JobMaker
 from tests.checkpoints import Build
 from tests.plan.machines import GIB, machine
 from tests.plan.shapes import SMALL
@@ -280,6 +281,31 @@ def prompt(tmp_path: Path) -> Path:
     path = tmp_path / "prompt.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.mark.parametrize("output", [(), ("--output-format", "jsonl")])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--gpu-memory", "8GiB"), "gpu_memory limits a GPU, and this run is on the CPU"),
+        (("--device", "cuda:77"), "cuda:77"),
+    ],
+)
+def test_a_wrong_limit_or_device_is_refused_before_prompts_are_encoded(
+    build: Build,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    message: str,
+    output: tuple[str, ...],
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("x" * 400, encoding="utf-8")
+    made = _noting(monkeypatch, JobMaker, "make")
+    assert main([*_run(build("qwen3"), prompt, *output), *flags]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err.splitlines()[-1] and not made and not captured.out
 
 
 def _run(folder: Path, prompt: Path, *flags: str) -> list[str]:
