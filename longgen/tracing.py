@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from longgen.errors import LongGenError, UsageError
+from longgen.units import show_count
 
 if TYPE_CHECKING:
     import torch
@@ -119,14 +120,14 @@ class Trace:
             self.stop()
             if self._profiler is None:
                 path.write_text(json.dumps({"traceEvents": []}) + "\n", encoding="utf-8")
-                return f"the trace {path} is empty: the run ended before its last {self.chunks} chunks of a prompt"
+                return f"the trace {path} is empty: the run ended before the chunks that it was to hold"
             path.unlink(missing_ok=True)
             self._profiler.export_chrome_trace(str(path))
             if not path.exists() or not path.stat().st_size:
                 raise OSError("torch's profiler wrote nothing")
         except Exception as error:  # of the disk, of CUDA, of the profiler
             raise LongGenError(f"the trace {path} cannot be written: {' '.join(str(error).split())[:200]}") from error
-        return f"trace of {self._chunks} chunks and {self._steps} decode steps in {path}"
+        return f"trace of {show_count(self._chunks, 'chunk')} and {show_count(self._steps, 'decode step')} in {path}"
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -114,10 +114,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, help="most tokens of an answer; default: the task's budget")
     parser.add_argument("--chat", action="store_true", default=None, help="use the chat template")
     parser.add_argument("--raw", dest="chat", action="store_false", help="do not (default: where there is one)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--block-size", type=int, default=EngineOptions().block_size)
-    parser.add_argument("--chunk-size", type=int, default=None)
-    parser.add_argument("--resident-blocks", type=int, default=EngineOptions().resident_blocks)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        "--block-size", type=int, default=EngineOptions().block_size, help="of longgen (default: %(default)s)"
+    )
+    parser.add_argument("--chunk-size", type=int, default=None, help="of longgen (default: about 4096)")
+    parser.add_argument("--resident-blocks", type=int, default=0, help="of each layer, on the device (default: 0)")
     return parser.parse_args(argv)
 
 

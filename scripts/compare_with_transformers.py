@@ -270,15 +270,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="checkpoint folder or hub id")
     parser.add_argument("--text", type=Path, help="UTF-8 file of prose; default: Python's language reference")
-    parser.add_argument("--prompt-tokens", type=int, default=3000, help="length of the greedy prompt; 0: leave it out")
-    parser.add_argument("--new-tokens", type=int, default=48, help="tokens to generate after the greedy prompt")
-    parser.add_argument("--needle-tokens", type=int, default=24000, help="length of the prompts with a hidden number")
-    parser.add_argument("--depths", type=parse_depths, default=(0.1, 0.5, 0.9), help="0.1,0.5,0.9; '': no needles")
-    parser.add_argument("--dtype", default="auto", help="of the needles; auto: the checkpoint's")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--block-size", type=int, default=EngineOptions().block_size)
-    parser.add_argument("--chunk-size", type=int, default=None)
-    parser.add_argument("--resident-blocks", type=int, default=EngineOptions().resident_blocks)
+    parser.add_argument("--prompt-tokens", type=int, default=3000, help="of the greedy prompt (default: 3000); 0: none")
+    parser.add_argument("--new-tokens", type=int, default=48, help="of the greedy answer (default: 48)")
+    parser.add_argument("--needle-tokens", type=int, default=24000, help="of a prompt with a number (default: 24000)")
+    parser.add_argument(
+        "--depths", type=parse_depths, default=(0.1, 0.5, 0.9), help="default: 0.1,0.5,0.9; '': no needles"
+    )
+    parser.add_argument("--dtype", default="auto", help="of the needles (default: auto, the checkpoint's)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        "--block-size", type=int, default=EngineOptions().block_size, help="of longgen (default: %(default)s)"
+    )
+    parser.add_argument("--chunk-size", type=int, default=None, help="of longgen (default: about 4096)")
+    parser.add_argument("--resident-blocks", type=int, default=0, help="of each layer, on the device (default: 0)")
     args = parser.parse_args(argv)
     if args.new_tokens < 1:
         parser.error(f"--new-tokens is {args.new_tokens}; it must be 1 or more")

@@ -34,6 +34,7 @@ from longgen.model.checkpoint import resolve_checkpoint
 from longgen.model.quiet import quiet_transformers
 from longgen.model.tokenizer import TextTokenizer
 from longgen.names import checkpoint_name
+from longgen.units import show_count
 
 
 def write_all(args: argparse.Namespace, tokenizer: TextTokenizer) -> dict[str, dict[str, int]]:
@@ -57,7 +58,7 @@ def write_all(args: argparse.Namespace, tokenizer: TextTokenizer) -> dict[str, d
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
             (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
             written.setdefault(str(length), {})[name] = len(records)
-            print(f"{length:>9,} {name}: {len(records)} samples", file=sys.stderr, flush=True)
+            print(f"{length:>9,} {name}: {show_count(len(records), 'sample')}", file=sys.stderr, flush=True)
     return written
 
 

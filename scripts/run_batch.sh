@@ -11,19 +11,21 @@
 # Exit code: that of longgen, 1 if some record failed.
 set -uo pipefail
 
-if (($# < 4)); then
-    sed -n '2,/^set/p' "$0" | sed '$d' >&2
-    exit 2
-fi
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }
+[[ ${1:-} != -h && ${1:-} != --help ]] || { usage; exit 0; }
+(($# >= 4)) || { usage >&2; exit 2; }
 model=$1 prompts=$2 results=$3 shards=$4
 shift 4
 longgen=${LONGGEN:-longgen}
 
 fail() { echo "run_batch: $1" >&2; exit 2; }
 
+[[ $shards =~ ^[1-9][0-9]*$ ]] || fail "SHARDS is '$shards'; write in how many parts to run the batch, such as 4"
 for flag in "$@"; do
     case $flag in
-        --overwrite | --no-resume) fail "$flag would throw away or refuse what a run that was killed has done; leave it out" ;;
+        --overwrite | --no-resume)
+            fail "$flag would throw away or refuse what a run that was killed has done; leave it out"
+            ;;
     esac
 done
 [[ ! $results -ef $prompts ]] || fail "the results $results are the prompts; give them another name"
@@ -33,6 +35,14 @@ fi
 
 # Bytes of a shard's results, done again or not.
 progress_of() { cat "$1" "$1.retried" 2>/dev/null | wc -c; }
+
+# Records of the prompts: lines that are not blank. Prompts in UTF-16, which begin with its mark, are made UTF-8.
+count_records() {
+    case $(head -c 2 "$prompts" | od -An -tx1 | tr -d ' ') in
+        fffe | feff) iconv -c -f UTF-16 -t UTF-8 "$prompts" ;;
+        *) cat "$prompts" ;;
+    esac | grep -c '[^[:space:]]'
+}
 
 # run_shard I FILE OPTION...: until it ends by itself; 0 or 1. Whoever is killed three times in a row without a new
 # result is given up.
@@ -51,7 +61,10 @@ run_shard() {
         else
             idle=0
         fi
-        ((idle < 3)) || { echo "run_batch: shard $shard ended with $code three times without a new result" >&2; return $code; }
+        if ((idle == 3)); then
+            echo "run_batch: shard $shard ended with $code three times without a new result" >&2
+            return $code
+        fi
         echo "run_batch: shard $shard ended with $code; going on" >&2
     done
 }
@@ -68,9 +81,12 @@ for ((shard = 1; shard <= shards; shard++)); do
 done
 
 # Exit code 1 is also that of a run that had too little memory or no room for its results.
-records=$(grep -c '[^[:space:]]' "$prompts")
+records=$(count_records)
 done=$(cat "${files[@]}" | wc -l)
-((done == records)) || { echo "run_batch: $done of $records records have a result; nothing is brought together" >&2; exit 1; }
+if ((done != records)); then
+    echo "run_batch: $done of $records records have a result; nothing is brought together" >&2
+    exit 1
+fi
 
 # Shard I has records I, I + SHARDS, I + 2 * SHARDS, ...: a line from each by turns is the order of the prompts.
 paste -d '\n' "${files[@]}" | sed '/^$/d' >"$results.tmp" && cksum <"$results.tmp" >>"$results.made" &&

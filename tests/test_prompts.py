@@ -323,5 +323,6 @@ def test_settings_are_shown_as_they_hold_and_unknown_ones_refused_with_the_neare
     refused = longgen("run", "--show-config", "--config", str(path))
     assert (refused.code, refused.out) == (2, b"")
     assert refused.err == f"longgen: error: {path}: there is no setting 'max_length'; did you mean max_len?\n"
+    assert longgen("run").err.startswith("longgen: error: give --model and --prompt;")
     assert longgen("run", "--prompt", "x").err.startswith("longgen: error: give --model;")
     assert longgen("run", "--model", "demo").err.startswith("longgen: error: give --prompt;")

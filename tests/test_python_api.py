@@ -27,8 +27,12 @@ def test_the_first_example_runs_and_prints_the_numbers() -> None:
     assert len([line for line in example.splitlines() if line]) <= 15
 
 
-def test_the_second_example_writes_a_file_of_results(tmp_path: Path) -> None:
-    _, example = _examples()
+def test_the_second_example_answers_one_request_to_its_stop_token() -> None:
+    assert _run(_examples()[1]) == " 71432 stop\n"
+
+
+def test_the_third_example_writes_a_file_of_results(tmp_path: Path) -> None:
+    _, _, example = _examples()
     output = tmp_path / "results.jsonl"
     assert _run(f"{example.replace('results.jsonl', str(output))}print(code)") == "1\n"
     first, second = map(json.loads, output.read_text().splitlines())

@@ -91,6 +91,8 @@ def test_only_the_first_prompt_is_recorded(
     assert run(checkpoint, prompt, *more) == 0
     assert len([name for name in ranges(trace) if ": running" in name]) == 2
     assert "trace of 2 chunks and 0 decode steps" in capfd.readouterr().err
+    assert run(checkpoint, short, "--trace", str(trace), "--trace-chunks", "1", "--max-new-tokens", "2") == 0
+    assert "trace of 1 chunk and 1 decode step in" in capfd.readouterr().err
 
 
 def test_what_was_recorded_of_a_run_that_fails_is_written(

@@ -20,7 +20,8 @@ def bench(
         str | None, typer.Option(metavar="DIR|HUB_ID|NAME", help="A checkpoint, whose weights are loaded.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="YAML|NAME|DIR", help="A model's shape, with random weights made on the spot.")
+        str | None,
+        typer.Option(metavar="YAML|NAME|DIR|HUB_ID", help="A model's shape, with random weights made on the spot."),
     ] = None,
     lengths: Annotated[
         str | None, typer.Option(metavar="LENGTH[,...]", help="Tokens of the prompts, as 16K,128K. Required.")

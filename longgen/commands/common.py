@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from longgen.errors import UsageError
 from longgen.run.interrupts import EXIT_INTERRUPTED, INTERRUPTED, raise_interrupts, was_interrupted
 
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -20,6 +21,12 @@ GpuMemory = Annotated[
 CpuMemory = Annotated[
     str | None, typer.Option(metavar="AMOUNT", help="Host memory for the run, e.g. 96GiB. Default: what is available.")
 ]
+
+
+def missing_options(command: str, values: Mapping[str, object]) -> UsageError:
+    """An error that says which required options, by their names, have no value."""
+    missing = [name for name, value in values.items() if not value]
+    return UsageError(f"give {' and '.join(missing)}; longgen {command} --help explains all options")
 
 
 @contextmanager

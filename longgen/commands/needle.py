@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from longgen.commands.common import CpuMemory, GpuMemory, stopping
+from longgen.commands.common import CpuMemory, GpuMemory, missing_options, stopping
 from longgen.config import Settings, load_settings, parse_lengths
-from longgen.errors import UsageError
 from longgen.evaluation.haystack import Kind
 
 
@@ -55,7 +54,7 @@ def needle(
         flags = {name: given[name] for name in names}
         settings = load_settings(config, flags, {"max_new_tokens": needle_run.MAX_NEW_TOKENS})
         if model is None or lengths is None:
-            raise UsageError(f"give {'--model' if model is None else '--lengths'}; longgen eval needle --help explains")
+            raise missing_options("eval needle", {"--model": model, "--lengths": lengths})
         tokens = parse_lengths("lengths", lengths)
         options = needle_run.NeedleOptions(tokens, depths, kind, plot, inputs)
         raise typer.Exit(needle_run.run(model, options, settings, sys.stdout.buffer, sys.stderr))

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from longgen.commands.common import CpuMemory, GpuMemory, stopping
+from longgen.commands.common import CpuMemory, GpuMemory, missing_options, stopping
 from longgen.config import Settings, load_settings, show_settings
-from longgen.errors import UsageError
 from longgen.run.interrupts import raise_interrupts
 from longgen.run.records import open_prompts
 from longgen.run.startup import import_libraries
@@ -133,7 +132,7 @@ def run(
             sys.stdout.buffer.write(show_settings(settings).encode("utf-8"))
             return
         if model is None or not prompt:
-            raise UsageError(f"give {'--model' if model is None else '--prompt'}; longgen run --help explains both")
+            raise missing_options("run", {"--model": model, "--prompt": prompt})
         requests, settings = open_prompts(prompt, sys.stdin.buffer if sys.stdin else None, settings)
         import_libraries()
 

@@ -112,8 +112,8 @@ def _check_prompts(output: Output, heads: Sequence[Head], name: str | None, err:
         return
     if len(changed) == len(found):
         raise UsageError(
-            f"the output {name} holds answers to other prompts: of its records with the ids of this batch, all "
-            f"{len(found):,} have another prompt, such as {changed[0].source}; give another --output, or --overwrite "
+            f"the output {name} holds answers to other prompts: {show_count(len(found), 'answer')} under ids of this "
+            f"batch, none to the prompt of that id, such as {changed[0].source}; give another --output, or --overwrite "
             "to replace the file"
         )
     print(f"longgen: note: replacing {show_count(len(changed), 'result')} whose prompt has changed", file=err)

@@ -30,20 +30,22 @@ SHORTEST = 1024  # bytes of a text to evaluate
 def parse(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder to write (default: the shipped one)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")
-    parser.add_argument("--steps-scale", type=float, default=1.0, help="multiplies the steps of every stage")
-    parser.add_argument("--stages", type=int, default=len(STAGES), help="train only the first so many stages")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation (default: 0)")
+    parser.add_argument("--steps-scale", type=float, default=1.0, help="times the steps of every stage (default: 1)")
+    parser.add_argument("--stages", type=int, default=len(STAGES), help="train only the first so many (default: all)")
     parser.add_argument("--tokens", type=int, default=None, help="bytes in a step (CPU 8192, GPU 32768)")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices")
-    parser.add_argument("--anneal", type=float, default=0.4, help="share of all steps in which the rate falls to 0")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices (default: 0.02)")
+    parser.add_argument(
+        "--anneal", type=float, default=0.4, help="share of steps in which it falls to 0 (default: 0.4)"
+    )
     parser.add_argument("--workers", type=int, default=None, help="processes that make data (CPU 0, GPU the cores)")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (default: on the CPU)"
     )
     parser.add_argument("--evaluate-only", action="store_true", help="only evaluate the folder that is there")
     parser.add_argument("--eval-lengths", default=None, help="such as 1K,8K,64K (CPU to 32K, GPU to 512K); '' for none")
-    parser.add_argument("--eval-depths", type=int, default=10, help="documents of each sort at each length")
+    parser.add_argument("--eval-depths", type=int, default=10, help="documents of a sort and length (default: 10)")
     parser.add_argument("--eval-chunk", default="4K", help="tokens in a chunk of the prefill (default: 4K)")
     parser.add_argument(
         "--eval-distractors",

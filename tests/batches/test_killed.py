@@ -156,8 +156,8 @@ def test_results_of_other_prompts_are_refused_if_all_are_and_counted_if_some_are
     refused = run(tmp_path / "other", *batch(tiny, other, *flags, "--output", str(out)))
     assert (refused.code, out.read_bytes()) == (2, before)
     assert refused.err == (
-        f"longgen: error: the output {out} holds answers to other prompts: of its records with the ids of this batch, "
-        f"all 2 have another prompt, such as {other} line 1; give another --output, or --overwrite to replace the "
+        f"longgen: error: the output {out} holds answers to other prompts: 2 answers under ids of this batch, none "
+        f"to the prompt of that id, such as {other} line 1; give another --output, or --overwrite to replace the "
         "file\n"
     )
     write_records(other, [{"prompt": "x"}, {"prompt": "q"}, {"prompt": "r"}])

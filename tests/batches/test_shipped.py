@@ -91,10 +91,35 @@ def test_the_script_ends_where_going_on_is_no_use(tmp_path: Path, program: str, 
     assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_the_script_explains_itself_without_arguments(tmp_path: Path) -> None:
-    done = _script(tmp_path, "", "model")
+def test_the_script_explains_itself(tmp_path: Path) -> None:
+    asked, without = _script(tmp_path, "", "--help"), _script(tmp_path, "", "model")
+    assert (asked.returncode, asked.stderr, without.returncode, without.stdout) == (0, "", 2, "")
+    assert asked.stdout == without.stderr
+    assert asked.stdout.startswith("Runs a batch to its end") and asked.stdout.endswith("1 if some record failed.\n")
+    assert "  scripts/run_batch.sh MODEL PROMPTS.jsonl RESULTS.jsonl SHARDS" in asked.stdout
+
+
+@pytest.mark.parametrize("shards", ["0", "-1", "abc", "2.5", "08", ""])
+def test_the_script_refuses_a_number_of_shards_that_is_none(tmp_path: Path, shards: str) -> None:
+    prompts = write_records(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    done = _script(tmp_path, "#!/bin/bash\nexit 0\n", "model", str(prompts), str(tmp_path / "results.jsonl"), shards)
     assert done.returncode == 2
-    assert "scripts/run_batch.sh MODEL PROMPTS.jsonl RESULTS.jsonl SHARDS" in done.stderr
+    assert done.stderr.startswith(f"run_batch: SHARDS is '{shards}'; ") and done.stderr.count("\n") == 1
+
+
+# Writes a line for each of the records 1, 3, ... or 2, 4, ... of three, as a run of a shard would.
+PRETENDS = "#!/bin/bash\nfor ((i = ${{7%/*}}; i <= 3; i += 2)); do echo $i; done >${{9}}\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+def test_the_script_counts_records_in_every_encoding_that_is_read(tmp_path: Path, encoding: str) -> None:
+    prompts, results = tmp_path / "a.jsonl", tmp_path / "results.jsonl"
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    lines = ['{"prompt": "\u0a0a"}', "", '{"prompt": "x"}', " \t", '{"prompt": "y"}', ""]  # U+0A0A: two line feeds
+    prompts.write_bytes((mark + "\n".join(lines)).encode(encoding))
+    done = _script(tmp_path, PRETENDS, "model", str(prompts), str(results), "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert results.read_text().split() == ["1", "2", "3"]
 
 
 def test_the_script_leaves_alone_what_it_did_not_make(tiny: Path, tmp_path: Path) -> None:

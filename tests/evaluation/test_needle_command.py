@@ -69,8 +69,9 @@ def test_random_weights_score_nothing_and_results_go_to_standard_output(build: B
 def test_what_is_wrong_is_said_in_one_line_before_anything_loads(tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text("kept")
     for flags, message in (
-        (["--lengths", "4K"], "give --model"),
-        (["--model", "demo"], "give --lengths"),
+        ([], "give --model and --lengths;"),
+        (["--lengths", "4K"], "give --model;"),
+        (["--model", "demo"], "give --lengths;"),
         (["--model", "demo", "--lengths", "4K,x"], "'x' is not a length"),
         (["--model", "demo", "--lengths", "4K", "--output", str(tmp_path / "there.jsonl")], "line 1 is no result of"),
         (["--model", "demo", "--lengths", "4K", "--output", str(tmp_path / "no" / "a")], "cannot be opened"),
