@@ -14,7 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from longgen.errors import LongGenError, UsageError
+from longgen.errors import LongGenError
+from longgen.places import check_place
+from longgen.units import show_count
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +35,7 @@ def unlabelled(_: str) -> AbstractContextManager[Any]:
 def trace_path(text: str) -> Path:
     """Where a trace is to be written. Raises UsageError if no file can be written there."""
     path = Path(text)
-    existed = path.exists()
-    try:
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"the trace {path} cannot be written: {error.strerror or error}") from None
+    check_place(path, f"the trace {path}")
     return path
 
 
@@ -119,14 +115,16 @@ class Trace:
             self.stop()
             if self._profiler is None:
                 path.write_text(json.dumps({"traceEvents": []}) + "\n", encoding="utf-8")
-                return f"the trace {path} is empty: the run ended before its last {self.chunks} chunks of a prompt"
-            path.unlink(missing_ok=True)
-            self._profiler.export_chrome_trace(str(path))
-            if not path.exists() or not path.stat().st_size:
+                wanted = show_count(self.chunks, "chunk")
+                return f"the trace {path} is empty: the run ended before the last {wanted} of a prompt"
+            file = Path(os.path.realpath(path))  # a link stays one
+            file.unlink(missing_ok=True)
+            self._profiler.export_chrome_trace(str(file))
+            if not file.exists() or not file.stat().st_size:
                 raise OSError("torch's profiler wrote nothing")
         except Exception as error:  # of the disk, of CUDA, of the profiler
             raise LongGenError(f"the trace {path} cannot be written: {' '.join(str(error).split())[:200]}") from error
-        return f"trace of {self._chunks} chunks and {self._steps} decode steps in {path}"
+        return f"trace of {show_count(self._chunks, 'chunk')} and {show_count(self._steps, 'decode step')} in {path}"
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import warnings
 from pathlib import Path
@@ -132,13 +133,38 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
         assert err.startswith(f"longgen: error: the trace {place} cannot be written: {reason}")
 
 
+def test_what_is_no_file_is_neither_waited_for_nor_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(UsageError, match=f"the trace {place} cannot be written: it is there and is no file"):
+            trace_path(str(place))
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written: File name too long"):
+        trace_path(str(tmp_path / ("t" * 300)))
+
+
 def test_looking_at_a_place_leaves_it_as_it_was(tmp_path: Path) -> None:
     there = tmp_path / "there.json"
     there.write_text("old", encoding="utf-8")
     assert trace_path(str(there)) == there and there.read_text(encoding="utf-8") == "old"
     assert not trace_path(str(tmp_path / "new.json")).exists()
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "absent.json")
+    assert trace_path(str(link)).is_symlink() and not link.exists()
     with pytest.raises(UsageError):
         trace_path(str(there / "below.json"))
+
+
+def test_a_trace_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "there.json")
+    with traced(link, CPU, err := io.StringIO()) as trace:
+        assert trace is not None
+        trace.chunk(1)
+    assert link.is_symlink() and "traceEvents" in json.loads((tmp_path / "there.json").read_text(encoding="utf-8"))
+    assert err.getvalue() == f"longgen: trace of 1 chunk and 0 decode steps in {link}\n"
 
 
 def test_what_torch_warns_of_when_it_begins_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
