@@ -66,7 +66,7 @@ def test_the_last_chunks_and_the_first_steps_are_recorded(
     assert all(line.startswith("longgen: ") for line in err.splitlines())
     passes = [name for name in ranges(trace) if ": running" in name]
     expected = [f"prefill: running {min(64, tokens - start):,} tokens after {start:,}" for start in starts]
-    expected += [f"decode: running 1 tokens after {tokens + step:,}" for step in range(STEPS)]
+    expected += [f"decode: running 1 token after {tokens + step:,}" for step in range(STEPS)]
     assert passes == expected
     assert f"longgen: trace of {len(starts)} chunks and {STEPS} decode steps in {trace}" in err
 

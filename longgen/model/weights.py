@@ -77,8 +77,8 @@ def _refuse_differences(folder: Path, differences: Differences) -> None:
         )
     if misshapen:
         raise CheckpointError(
-            f"the weights in {folder} do not fit its config.json, {len(misshapen)} have another shape: {misshapen[0]}; "
-            "get the files again, or the config.json that belongs to them"
+            f"the weights in {folder} do not fit its config.json, {show_count(len(misshapen), 'weight')} of another "
+            f"shape: {misshapen[0]}; get the files again, or the config.json that belongs to them"
         )
     if left_over:
         raise CheckpointError(
