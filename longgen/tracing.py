@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from longgen.errors import LongGenError
+from longgen.errors import LongGenError, UsageError
 from longgen.places import check_place
 from longgen.units import show_count
 
@@ -32,9 +32,12 @@ def unlabelled(_: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def trace_path(text: str) -> Path:
-    """Where a trace is to be written. Raises UsageError if no file can be written there."""
+def trace_path(text: str, output: str | None = None) -> Path:
+    """Where a trace is to be written. Raises UsageError if no file can be written there, or if it is that of `output`,
+    the run's results."""
     path = Path(text)
+    if output is not None and os.path.realpath(path) == os.path.realpath(output):
+        raise UsageError(f"the trace {path} would replace the output; give it a file of its own")
     check_place(path, f"the trace {path}")
     return path
 

@@ -140,6 +140,21 @@ def test_what_is_no_file_is_neither_waited_for_nor_replaced(tmp_path: Path) -> N
             trace_path(str(place))
 
 
+def test_a_trace_does_not_replace_the_results(
+    checkpoint: Path, prompt: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = prompt.with_name("results.jsonl")
+    assert run(checkpoint, prompt, "--output", str(results), "--max-new-tokens", "2") == 0
+    written, link = results.read_bytes(), prompt.with_name("link.json")
+    link.symlink_to(results)
+    for trace in (results, link):
+        capfd.readouterr()
+        assert run(checkpoint, prompt, "--output", str(results), "--trace", str(trace), "--overwrite") == 2
+        err = capfd.readouterr().err
+        assert err == f"longgen: error: the trace {trace} would replace the output; give it a file of its own\n"
+    assert results.read_bytes() == written
+
+
 def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written: File name too long"):
         trace_path(str(tmp_path / ("t" * 300)))
