@@ -32,6 +32,7 @@ from longgen.sparse.base import Phase, SparsePolicy
 from longgen.token_ids import TokenIds, as_token_ids
 from longgen.tracing import Trace, unlabelled
 from longgen.turns import Turns
+from longgen.units import show_count
 
 __all__ = ["BatchedRequest", "Engine", "EngineOptions", "Generation", "Snapshot", "StepResult", "TokenIds"]
 
@@ -393,7 +394,7 @@ class Engine:
             else:
                 self.slots.check(tickets[0])
             with ended_on_failure(partial(self.slots.end, *tickets)):
-                doing = f"running {count:,} tokens after {self.store.length(slot_ids[0]):,}"
+                doing = f"running {show_count(count, 'token')} after {self.store.length(slot_ids[0]):,}"
                 requests = [(slot_id, count) for slot_id in slot_ids]
                 with (
                     self._label(f"{phase.value}: {doing}"),

@@ -20,6 +20,7 @@ _OPTIONAL = (
     "kv_bytes_per_token"
 )
 _KNOWN = _NEEDED | frozenset(_OPTIONAL.split())
+_MOST_LAYERS = 10_000
 _BLOCK = 1  # bytes per token do not depend on the block
 _Part = TypeVar("_Part", Experts, DeltaRule)
 
@@ -33,7 +34,7 @@ def read_shape(path: Path, dtype: str | None = None) -> ModelShape:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the model shape {path} cannot be read: {getattr(error, 'strerror', error)}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, a number of thousands of digits
         mark = getattr(error, "problem_mark", None)
         raise UsageError(f"the model shape {path} is not YAML{f' at line {mark.line + 1}' if mark else ''}") from None
     except RecursionError:
@@ -98,6 +99,8 @@ def _shape(entry: Mapping[str, Any], name: str) -> ModelShape:
 
 def _kinds(entry: Mapping[str, Any]) -> tuple[str, ...]:
     layers = _whole(entry["layers"], "layers")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"layers is {layers}; more than {_MOST_LAYERS:,} are not looked at")
     every = _whole(entry.get("full_attention_every", 1), "full_attention_every")
     windows = _layer_numbers(entry.get("window_layers", []), "window_layers")
     if windows and max(windows) >= layers:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from longgen.errors import LongGenError, UsageError
+from longgen.places import check_place
 from longgen.units import show_count
 
 if TYPE_CHECKING:
@@ -31,16 +32,13 @@ def unlabelled(_: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def trace_path(text: str) -> Path:
-    """Where a trace is to be written. Raises UsageError if no file can be written there."""
+def trace_path(text: str, output: str | None = None) -> Path:
+    """Where a trace is to be written. Raises UsageError if no file can be written there, or if it is that of `output`,
+    the run's results."""
     path = Path(text)
-    existed = path.exists()
-    try:
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"the trace {path} cannot be written: {error.strerror or error}") from None
+    if output is not None and os.path.realpath(path) == os.path.realpath(output):
+        raise UsageError(f"the trace {path} would replace the output; give it a file of its own")
+    check_place(path, f"the trace {path}")
     return path
 
 
@@ -120,10 +118,12 @@ class Trace:
             self.stop()
             if self._profiler is None:
                 path.write_text(json.dumps({"traceEvents": []}) + "\n", encoding="utf-8")
-                return f"the trace {path} is empty: the run ended before the chunks that it was to hold"
-            path.unlink(missing_ok=True)
-            self._profiler.export_chrome_trace(str(path))
-            if not path.exists() or not path.stat().st_size:
+                wanted = show_count(self.chunks, "chunk")
+                return f"the trace {path} is empty: the run ended before the last {wanted} of a prompt"
+            file = Path(os.path.realpath(path))  # a link stays one
+            file.unlink(missing_ok=True)
+            self._profiler.export_chrome_trace(str(file))
+            if not file.exists() or not file.stat().st_size:
                 raise OSError("torch's profiler wrote nothing")
         except Exception as error:  # of the disk, of CUDA, of the profiler
             raise LongGenError(f"the trace {path} cannot be written: {' '.join(str(error).split())[:200]}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import warnings
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_the_last_chunks_and_the_first_steps_are_recorded(
     assert all(line.startswith("longgen: ") for line in err.splitlines())
     passes = [name for name in ranges(trace) if ": running" in name]
     expected = [f"prefill: running {min(64, tokens - start):,} tokens after {start:,}" for start in starts]
-    expected += [f"decode: running 1 tokens after {tokens + step:,}" for step in range(STEPS)]
+    expected += [f"decode: running 1 token after {tokens + step:,}" for step in range(STEPS)]
     assert passes == expected
     assert f"longgen: trace of {len(starts)} chunks and {STEPS} decode steps in {trace}" in err
 
@@ -134,13 +135,53 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
         assert err.startswith(f"longgen: error: the trace {place} cannot be written: {reason}")
 
 
+def test_what_is_no_file_is_neither_waited_for_nor_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(UsageError, match=f"the trace {place} cannot be written: it is there and is no file"):
+            trace_path(str(place))
+
+
+def test_a_trace_does_not_replace_the_results(
+    checkpoint: Path, prompt: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = prompt.with_name("results.jsonl")
+    assert run(checkpoint, prompt, "--output", str(results), "--max-new-tokens", "2") == 0
+    written, link = results.read_bytes(), prompt.with_name("link.json")
+    link.symlink_to(results)
+    for trace in (results, link):
+        capfd.readouterr()
+        assert run(checkpoint, prompt, "--output", str(results), "--trace", str(trace), "--overwrite") == 2
+        err = capfd.readouterr().err
+        assert err == f"longgen: error: the trace {trace} would replace the output; give it a file of its own\n"
+    assert results.read_bytes() == written
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written: File name too long"):
+        trace_path(str(tmp_path / ("t" * 300)))
+
+
 def test_looking_at_a_place_leaves_it_as_it_was(tmp_path: Path) -> None:
     there = tmp_path / "there.json"
     there.write_text("old", encoding="utf-8")
     assert trace_path(str(there)) == there and there.read_text(encoding="utf-8") == "old"
     assert not trace_path(str(tmp_path / "new.json")).exists()
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "absent.json")
+    assert trace_path(str(link)).is_symlink() and not link.exists()
     with pytest.raises(UsageError):
         trace_path(str(there / "below.json"))
+
+
+def test_a_trace_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "there.json")
+    with traced(link, CPU, err := io.StringIO()) as trace:
+        assert trace is not None
+        trace.chunk(1)
+    assert link.is_symlink() and "traceEvents" in json.loads((tmp_path / "there.json").read_text(encoding="utf-8"))
+    assert err.getvalue() == f"longgen: trace of 1 chunk and 0 decode steps in {link}\n"
 
 
 def test_what_torch_warns_of_when_it_begins_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from longgen.benchmarking.rows import cell
 from longgen.errors import OutputError, UsageError
+from longgen.places import check_place
 from longgen.units import show_length
 
 # (title, unit, value, its roofline)
@@ -28,13 +29,7 @@ def check_plot(path: Path) -> None:
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
         raise UsageError(f"--plot {path}: the file's ending must be one of {', '.join(sorted(known))}")
-    there = path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UsageError(f"--plot {path} cannot be written: {error.strerror or error}") from None
-    if not there:
-        path.unlink()
+    check_place(path, f"--plot {path}")
 
 
 def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from longgen.errors import LongGenError, UsageError
+from longgen.places import check_place
 
 Scores = Mapping[tuple[int, float], float | None]  # 0 to 1, by length and depth; None for a request that failed
 
@@ -35,10 +36,9 @@ def check_plot(path: Path) -> None:
     """Raises UsageError if a heat map cannot be drawn, or not there."""
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot {path}: the heat map is a PNG; give a name that ends in .png")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path} cannot be written: its folder is not there")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed; run pip install 'longgen[plot]'")
+    check_place(path, f"--plot {path}")
 
 
 def draw(path: Path, title: str, scores: Scores) -> None:

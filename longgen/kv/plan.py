@@ -343,10 +343,11 @@ class Planner:
     def _refusal(self, sizes: StoreSizes, prompt: int, new_tokens: int) -> str:
         """Why a request does not fit, of which `sizes` are the smallest."""
         tokens, slots = prompt + new_tokens, sizes.slots
-        advice = what_to_do(self.longest_prompt(new_tokens), new_tokens, self._options)
+        device, host, shared = self.machine.device, self.machine.host, self.machine.shared
+        on_device, longest = not self._fits(sizes), self.longest_prompt(new_tokens)
+        advice = what_to_do(longest, new_tokens, self._options, on_device=on_device, shared=shared)
         request = f"{self.model.name} with {f'{slots:,} times ' if slots > 1 else ''}{tokens:,} tokens"
-        device, host = self.machine.device, self.machine.host
-        if not self._fits(sizes) and device is not None:
+        if on_device and device is not None:
             return device_refusal(request, self._needs(sizes), device, advice)
         assert host is not None, "what fits on the device, and is refused, does not fit on the host"
         return host_refusal(request, self._host_needs(sizes, tokens), self._shared_bytes(sizes), host, advice)

@@ -54,12 +54,18 @@ def host_refusal(request: str, needs: HostNeeds, device: int, budget: HostBudget
     )
 
 
-def what_to_do(longest: int, new_tokens: int, options: PlanOptions) -> str:
-    """The end of a refusal. longest: tokens of the longest prompt that does fit; 0 if none does."""
+def what_to_do(longest: int, new_tokens: int, options: PlanOptions, *, on_device: bool, shared: bool) -> str:
+    """The end of a refusal.
+
+    longest: tokens of the longest prompt that does fit; 0 if none does.   on_device: it is the device's memory that is
+    short.   shared: device and host have one memory.
+    """
+    # What leaves the device less leaves the host more only where resident blocks take its place.
+    of_buffers = on_device or shared or options.resident_blocks is None
     given = {
         "--block-size": options.block_size > USUAL_BLOCK,
-        "--chunk-size": options.chunk_size is not None,
-        "--resident-blocks": bool(options.resident_blocks),
+        "--chunk-size": options.chunk_size is not None and of_buffers,
+        "--resident-blocks": bool(options.resident_blocks) and on_device,  # else they only move
         "--slots": options.slots > 1,
     }
     lower = " or ".join(name for name, is_given in given.items() if is_given)

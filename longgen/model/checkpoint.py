@@ -167,6 +167,11 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a {kind} model: {reason(error)}") from error
     if kind in VISION_TYPES:
         config = _text_config(config)
+        if config.model_type != VISION_TYPES[kind]:
+            raise CheckpointError(
+                f"text_config of {folder / 'config.json'} is of model type {config.model_type!r}; that of {kind} is "
+                f"{VISION_TYPES[kind]}"
+            )
     if (window := window_beside(text)) is not None:
         # transformers puts it among the settings only when it builds the model; until then it has its own guess there.
         config.rope_parameters["original_max_position_embeddings"] = window

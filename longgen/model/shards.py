@@ -62,8 +62,8 @@ def _shard_files(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise CheckpointError(
-            f"{len(absent)} of the {len(names)} weight files that {index} names are not there: {listed(absent)}; "
-            "get them again"
+            f"missing {show_count(len(absent), 'weight file')} of the {len(names)} that {index} names: "
+            f"{listed(absent)}; get them again"
         )
     return [index.parent / name for name in names]
 

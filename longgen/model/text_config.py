@@ -33,12 +33,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_shape(config: Any) -> None:
     """Raises CheckpointError if sizes, layer types or dtype of `config` (a transformers text config) cannot be used.
 
-    transformers itself checks that sizes are whole numbers, not that a model can be made of them.
+    transformers itself checks that most sizes are whole numbers, not that a model can be made of them.
     """
     for name in _SIZES:
         size = getattr(config, name, None)
-        if size is not None and size < 1:
-            raise CheckpointError(f"{name} is {size} in config.json; it must be 1 or more")
+        if size is not None:
+            _check_size(name, size)
     _check_feed_forward(config)
     for many, few in _SHARED_HEADS:
         heads, groups = getattr(config, many, None), getattr(config, few, None)
@@ -55,13 +55,20 @@ def check_shape(config: Any) -> None:
     attention_layers(config)
 
 
+def _check_size(name: str, size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise CheckpointError(f"{name} is {size!r} in config.json; it must be a whole number, 1 or more")
+
+
 def _check_feed_forward(config: Any) -> None:
     """Raises CheckpointError unless an MLP, or a mixture of experts where there is one, can be made."""
     count = expert_count(config)
     names = ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step") if count else ("intermediate_size",)
     for name, size in (("num_experts", count or 1), *((name, getattr(config, name, 1)) for name in names)):
-        if size < 1:
-            raise CheckpointError(f"{name} is {size} in config.json; it must be 1 or more")
+        _check_size(name, size)
+    dense = getattr(config, "mlp_only_layers", None) or []
+    if count and not (isinstance(dense, list) and all(type(layer) is int for layer in dense)):
+        raise CheckpointError(f"mlp_only_layers is {dense!r} in config.json; it must be a list of layer numbers")
     if count and config.num_experts_per_tok > count:
         raise CheckpointError(
             f"num_experts_per_tok is {config.num_experts_per_tok} in config.json; there are {count} experts in a layer"

@@ -77,8 +77,8 @@ def _refuse_differences(folder: Path, differences: Differences) -> None:
         )
     if misshapen:
         raise CheckpointError(
-            f"the weights in {folder} do not fit its config.json, {len(misshapen)} have another shape: {misshapen[0]}; "
-            "get the files again, or the config.json that belongs to them"
+            f"the weights in {folder} do not fit its config.json, {show_count(len(misshapen), 'weight')} of another "
+            f"shape: {misshapen[0]}; get the files again, or the config.json that belongs to them"
         )
     if left_over:
         raise CheckpointError(
@@ -90,7 +90,7 @@ def _refuse_differences(folder: Path, differences: Differences) -> None:
 def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
     """What transformers would find missing, left over and misshapen on loading `tensors`; takes no memory."""
     try:
-        with torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             # A copy, because transformers writes the type of the model it makes into its config.
             model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)
     # Sizes that do not go together, of which the libraries speak as they like.

@@ -31,7 +31,7 @@ MODULE_SHARE = 0.8
 class CopyRates:
     """Bytes a second between host and device: each way alone, and both ways at once.
 
-    pinned: None, or why host memory is not pinned.
+    pinned_refusal: None, or why host memory is not pinned.
     """
 
     load: float

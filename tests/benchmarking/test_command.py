@@ -176,7 +176,7 @@ def test_the_end_of_the_longest_is_traced_after_it_was_timed(
         assert code == 0 and len(json.loads(out)["rows"]) == 2
         assert err.count("longgen: trace of ") == 1 and f"trace of 3 chunks and 3 decode steps in {trace}" in err
         expected = [f"prefill: running {min(64, 1000 - start)} tokens after {start}" for start in (832, 896, 960)]
-        expected += [f"decode: running 1 tokens after {length:,}" for length in (1000, 1001, 1002)]
+        expected += [f"decode: running 1 token after {length:,}" for length in (1000, 1001, 1002)]
         assert [range_ for range_ in ranges(trace) if ": running" in range_] == expected
     assert traced == [False] * 6
 

@@ -68,7 +68,7 @@ def test_an_error_in_a_batch_empties_the_slots_of_the_batch_and_no_other(
     engine = open_engine(build("qwen3"), slots=3)
     for slot in range(3):
         engine.prefill(random_ids(64)[0], slot)
-    with monkeypatch.context() as patch, pytest.raises(CapacityError, match="running 1 tokens after 64"):
+    with monkeypatch.context() as patch, pytest.raises(CapacityError, match="running 1 token after 64"):
         patch.setattr(engine.provider.model.model.norm, "forward", run_out)
         engine.decode_slots([2, 0], [5, 6])
     assert [engine.store.length(slot) for slot in range(3)] == [0, 64, 0]

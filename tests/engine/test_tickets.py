@@ -183,8 +183,9 @@ def test_a_snapshot_is_void_once_the_slot_was_cut_to_less(build: Build, kind: st
     with pytest.raises(SlotError, match="slot 0 at 60 tokens is void: the slot was cut to 40 since then"):
         engine.restore(marks[2])
     assert engine.store.length(0) == 70
-    engine.decode_step(5)
-    engine.restore(later)
+    for _ in range(2):  # a mark serves more than once
+        engine.decode_step(5)
+        engine.restore(later)
     fresh.prefill([*PROMPT[:40], *OTHER[:30]])
     torch.testing.assert_close(engine.decode_step(5), fresh.decode_step(5), atol=1e-5, rtol=0)
     engine.restore(marks[0])

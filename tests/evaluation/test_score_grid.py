@@ -45,6 +45,8 @@ def test_a_heat_map_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=path.name):
             check_plot(path)
     (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UsageError, match="cannot be written: Is a directory"):  # before anything is answered
+        check_plot(tmp_path / "folder.png")
     with pytest.raises(LongGenError, match="cannot be written"):
         draw(tmp_path / "folder.png", "a title", SCORES)
 

@@ -114,6 +114,17 @@ def test_weight_files_under_names_of_their_own_are_refused(copy: Copy) -> None:
         read_config(edit_config(copy(), transformers_weights="other.safetensors"))
 
 
+def test_transformers_is_kept_off_standard_error(copy: Copy, caplog: pytest.LogCaptureFixture) -> None:
+    folder = edit_config(copy(), pad_token_id=-1)  # it warns of that when it makes the model
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        check_folder(folder)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+
+
 def test_an_adapter_beside_the_weights_is_refused(copy: Copy) -> None:
     folder = copy()
     (folder / "adapter_config.json").write_text("{}")
@@ -144,11 +155,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4 in .* multiple of num_key_value_heads, 3"),
         ("qwen2", {"hidden_size": -64}, "hidden_size is -64"),
         ("qwen3", {"intermediate_size": 0}, "intermediate_size is 0"),
+        ("qwen2", {"head_dim": 16.0}, r"head_dim is 16\.0 in .* must be a whole number"),
+        ("qwen3_moe", {"num_local_experts": [4]}, r"num_experts is \[4\] in .* must be a whole number"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* there are 4 experts"),
         ("qwen3_5_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
         ("qwen3_moe", {"num_local_experts": -1}, "num_experts is -1"),
         ("qwen2_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_5_moe", {"mlp_only_layers": 2}, "mlp_only_layers is 2 in .* must be a list of layer numbers"),
         ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads is 0"),
         ("qwen3_5", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn .* supported are bfloat16, float16, float32"),
@@ -187,6 +201,12 @@ def test_a_config_that_no_model_can_be_made_of_is_refused(
 def test_a_text_part_that_is_no_object_is_refused(copy: Copy, text: object) -> None:
     with pytest.raises(CheckpointError, match=r"text_config of .*config\.json is not a JSON object"):
         read_config(edit_config(copy("qwen3_5"), text_config=text))
+
+
+@pytest.mark.parametrize("model_type", [None, 3, "qwen3"])
+def test_a_text_part_of_another_type_is_refused(copy: Copy, model_type: object) -> None:
+    with pytest.raises(CheckpointError, match=r"text_config of .* is of model type .*; that of qwen3_5 is qwen"):
+        read_config(edit_text(copy("qwen3_5"), model_type=model_type))
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
@@ -294,7 +314,7 @@ def test_a_shard_that_is_not_there_is_named(copy: Copy) -> None:
     folder = copy()
     shard, _ = split_weights(folder)
     shard.unlink()
-    with pytest.raises(CheckpointError, match=r"1 of the 2 weight files.*a\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"missing 1 weight file of the 2 that .* names: a\.safetensors; get"):
         load(folder)
 
 

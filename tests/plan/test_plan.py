@@ -267,6 +267,26 @@ def test_a_refusal_names_what_was_set_too_high() -> None:
     assert one_line(SMALL, 2, 120, 1000).endswith("no prompt fits: give more, or take a smaller model")
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"resident_blocks": 8}, set()),  # what does not stay on the device is on the host
+        ({"chunk_size": 16384}, {"chunk_size"}),  # resident blocks take its place
+        ({"chunk_size": 16384, "resident_blocks": 8}, set()),
+        ({"resident_blocks": 8, "slots": 3}, {"slots"}),
+    ],
+)
+def test_what_is_short_of_host_memory_is_told_to_lower_what_helps(options: dict[str, Any], named: set[str]) -> None:
+    text = one_line(SMALL, 8, 32, 4 << 20, **options)
+    assert " of host memory (" in text
+    assert {name for name in options if f"--{name.replace('_', '-')}" in text.rpartition(";")[2]} == named
+    lower = {"resident_blocks": 0, "chunk_size": 1024, "slots": 1}
+    longest = Planner(SMALL, machine(8, 32), PlanOptions(**options)).longest_prompt(256)
+    for name in options:
+        changed = PlanOptions(**(options | {name: lower[name]}))
+        assert (Planner(SMALL, machine(8, 32), changed).longest_prompt(256) > longest) is (name in named)
+
+
 def test_weights_must_pass_through_host_memory() -> None:
     assert "14.2 GiB for the weights while they are loaded" in one_line(SEVEN, 24, 10, 1000)
 

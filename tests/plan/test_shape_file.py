@@ -47,6 +47,7 @@ def test_a_shape_is_read_from_yaml(tmp_path: Path) -> None:
         ({"q_heads": 4.5}, "q_heads is 4.5"),
         ({"q_heads": 5}, "q_heads is 5; it must be a multiple of kv_heads, 2"),
         ({"layers": -3}, "layers is -3"),
+        ({"layers": 10**9}, "layers is 1000000000; more than 10,000 are not looked at"),
         ({"trained_window": "4M"}, "trained_window is '4M'"),
         ({"mlp": -1}, "mlp is -1; it must be a whole number, 0 or more"),
         ({"full_attention_every": 0}, "full_attention_every is 0"),
@@ -82,6 +83,10 @@ def test_a_file_that_is_missing_or_incomplete_is_a_usage_error(tmp_path: Path) -
     (tmp_path / "deep.yaml").write_text("[" * 100_000)
     with pytest.raises(UsageError, match=r"deep\.yaml is (nested too deep|not YAML)"):
         read_shape(tmp_path / "deep.yaml")
+    for value in ("2020-13-45", "9" * 5000):  # which YAML's library raises other errors for
+        (tmp_path / "odd.yaml").write_text(f"hidden: {value}\n")
+        with pytest.raises(UsageError, match=r"odd\.yaml (is not YAML|.*lacks )"):
+            read_shape(tmp_path / "odd.yaml")
     (tmp_path / "a.yaml").write_text("family: qwen3\n")
     with pytest.raises(UsageError, match="a lacks head_dim, hidden, kv_heads"):
         read_shape(tmp_path / "a.yaml")
