@@ -8,6 +8,7 @@ from pathlib import Path
 
 from longgen.errors import LongGenError, UsageError
 from longgen.places import check_place
+from longgen.units import show_length
 
 Scores = Mapping[tuple[int, float], float | None]  # 0 to 1, by length and depth; None for a request that failed
 
@@ -57,7 +58,7 @@ def draw(path: Path, title: str, scores: Scores) -> None:
     colours = colormaps["RdYlGn"].with_extremes(bad="lightgrey")
     image = plot.pcolormesh(grid, cmap=colours, vmin=0, vmax=1, edgecolors="white", linewidth=1)
     plot.invert_yaxis()
-    plot.set_xticks([index + 0.5 for index in range(len(lengths))], [short_length(length) for length in lengths])
+    plot.set_xticks([index + 0.5 for index in range(len(lengths))], [show_length(length) for length in lengths])
     plot.set_yticks([index + 0.5 for index in range(len(depths))], [f"{depth:.0%}" for depth in depths])
     plot.set(title=title, xlabel="prompt tokens", ylabel="depth of the needle")
     plot.tick_params(length=0)
@@ -66,14 +67,6 @@ def draw(path: Path, title: str, scores: Scores) -> None:
         canvas.print_png(path)
     except OSError as error:
         raise LongGenError(f"the heat map {path} cannot be written: {error.strerror or error}") from error
-
-
-def short_length(tokens: int) -> str:
-    """4096 as 4K and 4194304 as 4M; what is no whole number of them, in full."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return f"{tokens:,}"
 
 
 def _number(score: float | None) -> float:

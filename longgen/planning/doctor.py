@@ -157,10 +157,7 @@ def _backends(device: torch.device) -> Iterator[Finding]:
     for head_dim in HEAD_DIMS:
         for rows, meaning in meanings.items():
             kind = CallKind(rows, dtype, head_dim, GROUPS, False, False)
-            verdicts = kernels.explain(kind.sample(device))
-            chosen = next((name for name, why in verdicts if why is None), None)
-            refused = "; ".join(f"{name}: {why}" for name, why in verdicts if why is not None)
-            value = f"{chosen or 'none'}" + (f" (not {refused})" if refused else "")
+            chosen, value = _choice(kernels.explain(kind.sample(device)))
             state = "missing" if chosen is None else "note" if chosen == "plain-torch" else "ok"
             name = f"{'prefill' if rows is Rows.MANY else 'decode'}, heads of {head_dim}"
             yield Finding(name, state, value, f"{meaning}; the first that agrees with the reference is used")
@@ -170,11 +167,18 @@ def _backends(device: torch.device) -> Iterator[Finding]:
 
 def merge_finding(verdicts: Sequence[tuple[str, str | None]], device: torch.device) -> Finding:
     """How partial results are merged; verdicts: see Merges.explain."""
-    chosen = next(name for name, why in verdicts if why is None)
-    refused = "; ".join(f"{name}: {why}" for name, why in verdicts if why is not None)
-    state = "note" if refused and device.type == "cuda" else "ok"
-    value = f"{chosen}" + (f" (not {refused})" if refused else "")
+    _, value = _choice(verdicts)
+    passed_over = any(why is not None for _, why in verdicts)
+    state = "note" if passed_over and device.type == "cuda" else "ok"
     return Finding("merge", state, value, "of partial attention; plain torch moves four times the bytes")
+
+
+def _choice(verdicts: Sequence[tuple[str, str | None]]) -> tuple[str | None, str]:
+    """The first kernel that nothing speaks against (None: there is none), and it in words, with what speaks against
+    the others. verdicts: in the order of choice, each name with why not."""
+    chosen = next((name for name, why in verdicts if why is None), None)
+    refused = "; ".join(f"{name}: {why}" for name, why in verdicts if why is not None)
+    return chosen, (chosen or "none") + (f" (not {refused})" if refused else "")
 
 
 def _copies(device: torch.device) -> Iterator[Finding]:

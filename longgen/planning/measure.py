@@ -165,10 +165,10 @@ def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
 
 def _seconds(work: Callable[[], object], transfer: Transfer, clock: Clock) -> float:
     """Seconds of one `work`, the first call left out: it pays for what is made on first use."""
+
+    def several() -> None:
+        for _ in range(REPEATS):
+            work()
+
     work()
-    transfer.drain()
-    started = clock()
-    for _ in range(REPEATS):
-        work()
-    transfer.drain()
-    return max(clock() - started, 1e-9) / REPEATS
+    return timed(several, transfer.drain, clock) / REPEATS

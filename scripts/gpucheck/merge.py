@@ -11,6 +11,8 @@ from gpucheck.report import Result, Settings, median_seconds, say, table
 from longgen.attention.call import Partial
 from longgen.attention.merge import MergedAttention, MergeKernel, Part, TorchMerge
 from longgen.attention.merges import Merges, triton_merge
+from longgen.kv.transfer import open_transfer
+from longgen.planning.measure import measure_memory
 
 HEADS, HEAD_DIM = 16, 128
 PARTS = 9  # a chunk and eight runs
@@ -20,7 +22,7 @@ COLUMNS = ("rows", "what", "kernel", "us", "bytes", "gbps", "of_memory", "error"
 
 def run(settings: Settings) -> Result:
     """A row for each number of query rows, kernel and kind of merge: what it takes at once into the sum, and all."""
-    memory = memory_rate(settings)
+    memory = measure_memory(open_transfer(settings.device, warns=False), (1 << 20) if settings.small else (1 << 30))
     verdicts = Merges((triton_merge(),)).explain(torch.bfloat16, HEAD_DIM, settings.device)
     found: list[dict[str, Any]] = []
     for rows in (1, 16, 64) if settings.small else (1, 4096, 8192):
@@ -35,13 +37,6 @@ def run(settings: Settings) -> Result:
     served = settings.device.type != "cuda" or dict(verdicts)["triton"] is None
     data = {"memory_gbps": memory / 1e9, "rows": found, "why_not": dict(verdicts)["triton"]}
     return Result(served and all(row["error"] <= MOST_ERROR for row in found), data)
-
-
-def memory_rate(settings: Settings) -> float:
-    """Bytes a second read and written by a copy of 1 GiB on the device."""
-    source = torch.zeros((1 << 20) if settings.small else (1 << 30), dtype=torch.uint8, device=settings.device)
-    target = torch.empty_like(source)
-    return 2.0 * source.numel() / median_seconds(lambda: target.copy_(source), settings.device)
 
 
 def make_parts(rows: int, device: torch.device) -> list[Partial]:

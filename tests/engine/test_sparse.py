@@ -9,6 +9,7 @@ from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase, SparsePo
 from longgen.sparse.full import FullAttentionPolicy
 from tests.checkpoints import Build, random_ids
 from tests.engine.running import BLOCK, feed, open_engine
+from tests.policies import WithoutBlock
 
 IDS = random_ids(150)
 SIZES = [64, 64, 10] + [1] * 12
@@ -37,18 +38,6 @@ class ReorderedByHead(Reordered):
         ascending = torch.arange(available.count)
         even_first = torch.cat((ascending[::2], ascending[1::2]))
         return BlockSelection(torch.stack((ascending.flip(0), even_first)))
-
-
-class WithoutBlock(SparsePolicy):
-    """All blocks but one."""
-
-    def __init__(self, block: int) -> None:
-        self.block = block
-
-    def select_blocks(
-        self, layer: int, phase: Phase, query: torch.Tensor | None, available: AvailableBlocks
-    ) -> BlockSelection:
-        return BlockSelection(torch.tensor([b for b in range(available.count) if b != self.block], dtype=torch.int64))
 
 
 class PrefillOnly(WithoutBlock):

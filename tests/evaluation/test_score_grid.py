@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from longgen.errors import LongGenError, UsageError
-from longgen.evaluation.score_grid import check_plot, draw, short_length, table
+from longgen.evaluation.score_grid import check_plot, draw, table
+from longgen.units import show_length
 
 SCORES = {(1024, 0.0): 1.0, (1024, 1.0): 0.5, (65536, 1.0): 0.0, (65536, 0.0): None}
 
@@ -52,4 +53,4 @@ def test_a_heat_map_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_lengths_are_written_as_people_write_them() -> None:
-    assert [short_length(n) for n in (1024, 65536, 1 << 20, 1000, 1536)] == ["1K", "64K", "1M", "1,000", "1,536"]
+    assert [show_length(n) for n in (1024, 65536, 1 << 20, 1000, 1536)] == ["1K", "64K", "1M", "1,000", "1,536"]

@@ -11,9 +11,10 @@ from longgen.attention.backends import default_kernels
 from longgen.attention.call import AttentionCall, Partial
 from longgen.attention.kernels import Kernels
 from longgen.kv.store import KVStore
-from longgen.sparse.base import AvailableBlocks, BlockSelection, Phase, SparsePolicy
+from longgen.sparse.base import SparsePolicy
 from tests.kv.mirror import run_pass
 from tests.kv.test_store import HEAD_DIM, KV_HEADS, LAYERS, make_mirror, make_store
+from tests.policies import WithoutBlock
 
 FULL = 2  # full-attention layers; the third has a window and is left out of what is counted
 TOKEN = 2 * KV_HEADS * HEAD_DIM * 4  # bytes of K and V of one layer
@@ -117,16 +118,6 @@ def test_decoded_tokens_over_the_end_of_the_resident_tier_are_a_call_of_their_ow
     w.take()
     run_pass(w.store, mirror, [(0, 3)], [3])
     assert w.take() == [(3, 3, True), (3, 10, False)]
-
-
-class WithoutBlock(SparsePolicy):
-    def __init__(self, block: int) -> None:
-        self.block = block
-
-    def select_blocks(
-        self, layer: int, phase: Phase, query: torch.Tensor | None, available: AvailableBlocks
-    ) -> BlockSelection:
-        return BlockSelection(torch.tensor([b for b in range(available.count) if b != self.block], dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
