@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.config import Settings, parse_shard
 from longgen.errors import CapacityError, LongGenError, UsageError
 from longgen.run.answering import Answer, answer, say_answer, say_failure, say_phases, say_run_stats
-from longgen.run.interrupts import check_interrupted
+from longgen.run.interrupts import check_interrupted, uninterrupted
 from longgen.run.jobs import Job
 from longgen.run.output import Output, open_output
 from longgen.run.phases import Phases
@@ -55,6 +56,9 @@ class Failed:
     error: str
     prompt_tokens: int | None = None
     cut: Cut | None = None
+
+
+Outcome = tuple[Result, Callable[[], None]]  # of a record, and what says it once its line is written
 
 
 def run_records(
@@ -272,30 +276,30 @@ class _Batch:
     def _write_all(self, engine: Engine | None) -> None:
         """Writes the line of every record that is to be done. engine: None if none of them is a job."""
         for record_id in self._output.in_turn(list(self._ready)):
-            item = self._ready.pop(record_id)
-            if isinstance(item, Failed):
-                result = self._failure(item)
-            else:
-                assert engine is not None
-                result = self._tried(engine, item)
-            check_interrupted()  # which may be what made it fail
-            self._output.write(record_id, result_line(result, self._settings.output_format or "jsonl"))
+            self._do(engine, self._ready.pop(record_id))
 
-    def _tried(self, engine: Engine, job: Job) -> Result:
+    def _do(self, engine: Engine | None, item: Job | Failed) -> None:
+        """Writes a record's line, then says so."""
+        result, say = self._failure(item) if isinstance(item, Failed) else self._tried(engine, item)
+        check_interrupted()  # which may be what made it fail
+        line = result_line(result, self._settings.output_format or "jsonl")
+        with uninterrupted():  # what is counted is what is written
+            self._output.write(result.request.id, line)
+            self._good, self._bad = self._good + (result.error is None), self._bad + (result.error is not None)
+        say()
+
+    def _tried(self, engine: Engine | None, job: Job) -> Outcome:
+        assert engine is not None
         try:
-            result = self._answer(engine, job)
+            return self._answer(engine, job)
         except LongGenError as error:
             return self._failure(Failed(job.request, str(error), len(job.prompt), job.cut))
-        self._good += 1
-        return result
 
-    def _answer(self, engine: Engine, job: Job) -> Result:
+    def _answer(self, engine: Engine, job: Job) -> Outcome:
         pieces: list[str] = []
         got = answer(engine, self._checkpoint.tokenizer, job, self._options, pieces.append, self._err)
-        place = f"{self._good + self._bad + 1:,}/{len(self._heads):,} "
-        say_answer(job, got, self._options, self._err, place)
         pred = "".join(pieces)
-        return Result(
+        result = Result(
             job.request,
             self._heads[job.request.id].prompt_hash,
             pred=pred,
@@ -309,14 +313,18 @@ class _Batch:
             judgement=self._judge(job.request, pred),
         )
 
-    def _failure(self, item: Failed) -> Result:
-        say_failure(item.request.source, item.error, self._err)
-        self._bad += 1
+        def say() -> None:
+            place = f"{self._good + self._bad:,}/{len(self._heads):,} "
+            say_answer(job, got, self._options, self._err, place)
+
+        return result, say
+
+    def _failure(self, item: Failed) -> Outcome:
         try:
             settings = self._described(item.request)
         except UsageError:
             settings = None
-        return Result(
+        result = Result(
             item.request,
             self._heads[item.request.id].prompt_hash,
             error=item.error,
@@ -324,6 +332,7 @@ class _Batch:
             cut=item.cut,
             settings=settings,
         )
+        return result, partial(say_failure, item.request.source, item.error, self._err)
 
 
 def _timings(count: int, got: Answer) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -16,6 +17,11 @@ from typing import Any
 
 import pytest
 
+from longgen.config import Settings
+from longgen.run.batch import run as run_here
+from longgen.run.output import StreamOutput
+from longgen.run.records import RequestFiles
+from longgen.run.result_file import ResultFile
 from tests.batches.running import Command, batch, read_lines, run, start, untimed, write_records
 
 RECORDS = 40
@@ -190,6 +196,30 @@ def test_what_an_interrupted_run_says_of_going_on_is_true(
     assert done.code == 130
     state = "longgen: 1 of 2 records are done"
     assert done.err.splitlines()[-2:] == [state + said, "longgen: interrupted"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("to", ["out", "/dev/null"])
+def test_an_interrupted_run_counts_what_is_written(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, late: bool
+) -> None:
+    kind = StreamOutput if to == "/dev/null" else ResultFile
+    write = kind.write
+
+    def interrupted(self: Any, *what: Any) -> None:
+        if not late:
+            signal.raise_signal(signal.SIGINT)
+        write(self, *what)
+        if late:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(kind, "write", interrupted)
+    prompts = write_records(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    settings, err = Settings(max_new_tokens=3, output=str(tmp_path / to), device="cpu"), io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        run_here(str(tiny), RequestFiles([str(prompts)], None), settings, io.BytesIO(), err)
+    assert err.getvalue().splitlines()[-1].startswith("longgen: 1 of 2 records are done")
+    assert to == "/dev/null" or lines_in(tmp_path / to) == 1
 
 
 def test_a_wrong_model_leaves_no_output(tmp_path: Path) -> None:
