@@ -22,13 +22,14 @@ class Interrupts:
     exception, or ends in an abort. So Ctrl-C ends the process on the spot while nothing is held that could be lost:
     until the libraries are imported, and again when a command is over. In between it raises KeyboardInterrupt, so that
     what is open is closed; `check_interrupted` raises it again where it was swallowed. A second Ctrl-C, which comes
-    while that goes on, ends the process on the spot.
+    while that goes on or while the first is held back, ends the process on the spot.
 
-    noted: whether Ctrl-C has come.   at_once: whether it ends the process on the spot.
-    held: how many blocks hold it back, see `uninterrupted`.
+    in_charge: whether it may end the process at all.   noted: whether Ctrl-C has come.
+    at_once: whether it ends the process on the spot.   held: how many blocks hold it back, see `uninterrupted`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_charge: bool = True) -> None:
+        self.in_charge = in_charge
         self.noted, self.at_once, self.held = False, True, 0
 
     @classmethod
@@ -41,8 +42,9 @@ class Interrupts:
         return handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.held and (self.at_once or self.noted):
-            self.leave(said=self.noted)
+        # What holds the first back may never end: a write waits for as long as its reader stands still.
+        if self.in_charge and (self.noted or (self.at_once and not self.held)):
+            self.leave(said=self.noted and not self.held)
         self.noted = True
         if not self.held:
             raise KeyboardInterrupt
@@ -86,7 +88,8 @@ def check_interrupted() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within it Ctrl-C is only noted; KeyboardInterrupt is raised at the end. Other signals are left alone.
+    """Within it Ctrl-C is only noted; KeyboardInterrupt is raised at the end. A second one ends the program on the
+    spot, as it does anywhere. Other signals are left alone.
 
     Does nothing outside the main thread, where no KeyboardInterrupt is raised, and where Ctrl-C means something else.
     """
@@ -95,7 +98,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not ours:
         yield
         return
-    holder = usual if isinstance(usual, Interrupts) else Interrupts()
+    holder = usual if isinstance(usual, Interrupts) else Interrupts(in_charge=False)
     holder.held += 1
     signal.signal(signal.SIGINT, holder)
     try:

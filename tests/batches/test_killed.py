@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -283,6 +284,25 @@ def test_ctrl_c_closes_cleanly_and_ends_with_130(tiny: Path, tmp_path: Path) -> 
         assert [line["index"] for line in read_lines(out)] == list(range(lines_in(out)))
     assert run(tmp_path / "resumed", *arguments).code == 1
     assert untimed(out) == untimed(whole)
+
+
+@pytest.mark.parametrize("output", [None, "/dev/stdout"])
+def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_stands_still(
+    tiny: Path, tmp_path: Path, output: str | None
+) -> None:
+    prompts = write_records(tmp_path / "a.jsonl", [{"prompt": "x", **dict.fromkeys("abcdefgh", "y" * 16_000)}])
+    pipe, flags = tmp_path / "pipe", ("--output", output) if output else ()
+    os.mkfifo(pipe)  # holds 64 KiB, and the line is twice as long
+    command = start(tmp_path / "run", *batch(tiny, prompts, "--max-new-tokens", "3", *flags), stdout=pipe)
+    with pipe.open("rb") as reader:
+        select.select([reader], [], [])  # it has begun to write, and nothing is read
+        command.signal(signal.SIGINT)
+        command.process.join(timeout=1)
+        assert command.process.exitcode is None
+        command.signal(signal.SIGINT)
+        done = command.wait()
+    assert done.code == 130
+    assert done.err.endswith("\nlonggen: interrupted\n")
 
 
 @pytest.mark.parametrize("output", [None, "/dev/stdout"])
