@@ -51,8 +51,10 @@ def open_output(settings: Settings, out: BinaryIO, ids: Sequence[str], err: Text
         try:
             opened: Any = _special(settings.output) or ResultFile(settings, ids, err)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            problem = getattr(error, "strerror", error)
-            raise UsageError(f"the output {settings.output} cannot be opened: {problem}") from None
+            problem, path = getattr(error, "strerror", error), getattr(error, "filename", None)
+            beside = path is not None and path != os.path.realpath(settings.output)
+            name = path if beside else settings.output
+            raise UsageError(f"the output {name} cannot be opened: {problem}") from None
         output = stack.enter_context(opened)
         yield output if isinstance(output, ResultFile) else StreamOutput(output, settings.output)
 

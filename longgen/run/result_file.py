@@ -44,7 +44,7 @@ class ResultFile:
         err: for notices.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file, or the one beside it, cannot be opened.
         UsageError: it is locked, holds something else than results, or should not be there.
     """
 
@@ -189,7 +189,7 @@ class ResultFile:
         try:
             yield
         except OSError as error:
-            raise OutputError(error, self._name) from error
+            raise OutputError(error, error.filename or self._name) from error  # which may be a file beside it
 
     @property
     def going_on(self) -> str:

@@ -314,6 +314,23 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_bytes() == line("a")
 
 
+@pytest.mark.parametrize("beside", ["retried", "tmp"])
+def test_a_file_beside_the_output_that_cannot_be_written_is_named(tmp_path: Path, beside: str) -> None:
+    path, other = tmp_path / "out", tmp_path / f"out.{beside}"
+    path.write_bytes(content(bad="a"))
+    with opened(path) as file:
+        other.mkdir()
+        with pytest.raises(OutputError, match=f"^{other} cannot be written: Is a directory$"):
+            file.write("a", line("a"))
+            file.finish()
+    if beside == "retried":
+        with (
+            pytest.raises(UsageError, match=f"^the output {other} cannot be opened: Is a directory$"),
+            open_output(settings(path), io.BytesIO(), IDS, io.StringIO()),
+        ):
+            pass
+
+
 def test_ctrl_c_within_a_write_comes_after_the_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
 
