@@ -229,13 +229,23 @@ def _reclaimable(stat: dict[str, int], prefix: str) -> int:
     return max(0, clean - dirty) + stat.get(f"{prefix}slab_reclaimable", 0) // 2
 
 
-def _mem_available(root: Path) -> list[HostLimit]:
+def total_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory that the machine has, used or not; None is unknown."""
+    return _meminfo(root).get("MemTotal")
+
+
+def _meminfo(root: Path) -> dict[str, int]:
     values = {}
     for line in _lines(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
         words = rest.split()
         if words and words[0].isdigit():
             values[name] = int(words[0]) * 1024
+    return values
+
+
+def _mem_available(root: Path) -> list[HostLimit]:
+    values = _meminfo(root)
     free = values.get("MemAvailable", values.get("MemFree"))
     if free is None:
         return []

@@ -12,6 +12,7 @@ import torch
 from longgen.attention.kernels import Kernels
 from longgen.ends import do_all
 from longgen.errors import CapacityError, SlotError
+from longgen.kv.budget import total_memory
 from longgen.kv.counters import Counters, TierBlocks
 from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
 from longgen.kv.filling import write_random_chunk
@@ -27,6 +28,7 @@ from longgen.kv.transfer import Transfer
 from longgen.sparse.base import Phase, SparsePolicy
 from longgen.sparse.full import FullAttentionPolicy
 from longgen.tracing import Label, unlabelled
+from longgen.units import show_bytes
 
 
 class KVStore:
@@ -117,7 +119,13 @@ class KVStore:
 
     def announce(self, slot_id: int, tokens: int) -> None:
         """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly and made
-        in the background from now on."""
+        in the background from now on. Raises CapacityError if they are more than the machine could ever hold."""
+        needed, there = self.sizes.host_bytes(self.layout.shape, tokens), total_memory()
+        if there is not None and needed > there:
+            raise CapacityError(
+                f"a request of {tokens:,} tokens needs {show_bytes(needed)} of host memory for its KV cache, more than "
+                f"the {show_bytes(there)} that this machine has; give fewer new tokens"
+            )
         self._parts.host.announce(self.slots[slot_id].id, tokens)
 
     def grow(self, slot_id: int, tokens: int) -> None:

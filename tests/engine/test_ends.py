@@ -14,6 +14,7 @@ import torch
 
 from longgen.batching import BatchedRequest
 from longgen.engine import Engine
+from longgen.errors import CapacityError
 from longgen.sampling import Sampler, SamplingSettings
 from tests.checkpoints import Build, random_ids
 from tests.engine.running import open_engine
@@ -51,6 +52,25 @@ def test_an_interrupt_at_the_very_beginning_leaves_a_free_slot(
     if call is prefilled:
         engine.release_slot(0)
     assert engine.allocate_batch_slots(3) == (0, 1, 2)
+
+
+def test_more_tokens_than_any_memory_holds_are_refused_before_memory_is_made(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, expected = open_engine(build("qwen3"), slots=2), open_engine(build("qwen3")).prefill(PROMPT)
+
+    def made(*_: object) -> None:
+        raise AssertionError("memory is made")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.store._parts.host, "announce", made)
+        with pytest.raises(CapacityError, match=r"a request of 1,000,000,000,070 tokens needs .*give fewer"):
+            engine.prefill(PROMPT, new_tokens=10**12)
+        request = BatchedRequest("a", PROMPT, engine.allocate_slot("a"), max_new_tokens=10**12)
+        (result,) = engine.batch_prefill([request])
+    assert isinstance(result.error, CapacityError) and result.finish_reason == "error"
+    assert is_empty(engine)
+    assert torch.equal(engine.prefill(PROMPT), expected)
 
 
 def test_requests_run_where_the_system_gives_no_thread(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
