@@ -26,6 +26,7 @@ ID_NAMES = ("id", "custom_id", "_id", "index")
 QUESTION_NAMES = ("input", "question", "query", "instruction")
 ROLES = ("system", "user", "assistant")
 SMALL_FIELD = 16_384  # characters of JSON: fields up to this size are passed through
+MOST_NESTED = 200  # lists and objects in one another; Python writes about a thousand, less the calls it is in
 
 
 def open_prompts(
@@ -172,6 +173,7 @@ def _mended(value: Any) -> Any:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        _check_nesting(record)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not JSON: {error.msg} at character {error.pos + 1:,} of the line") from None
     except RecursionError:
@@ -181,6 +183,16 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     if isinstance(record, dict):
         return record
     raise UsageError(f'{where} holds {_kind(record)}; a record must be an object, such as {{"prompt": "..."}}')
+
+
+def _check_nesting(value: Any) -> None:
+    """Raises RecursionError for JSON that is nested too deep to be written again."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
+        level = [*chain.from_iterable(inner)]
+    if level:
+        raise RecursionError
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -14,6 +14,7 @@ from longgen.errors import UsageError
 from longgen.run.own_settings import thinking, with_own
 from longgen.run.records import SMALL_FIELD, RequestFiles, open_prompts, read_records
 from longgen.run.requests import Request
+from longgen.run.results import Result, read_line, result_line
 
 
 def read(*records: Any) -> list[Request]:
@@ -98,6 +99,7 @@ def test_other_ids_are_refused_with_file_and_line(value: Any) -> None:
         ('{"prompt": "x", "n": NaN}', "a.jsonl line 2 is not JSON: NaN is no JSON value"),
         ('{"prompt": "x", "n": ' + "9" * 5000 + "}", "a.jsonl line 2 is not JSON: Exceeds the limit"),
         ("[" * 100_000, "a.jsonl line 2 is not JSON that can be read: it is nested too deep"),
+        ('{"prompt": "x", "n": ' + "[" * 700 + "]" * 700 + "}", "it is nested too deep"),
         ('["prompt"]', "a.jsonl line 2 holds a list; a record must be an object"),
         ('"prompt"', "a.jsonl line 2 holds a string; a record must be an object"),
     ],
@@ -106,6 +108,17 @@ def test_a_line_that_is_no_record_is_refused_with_file_and_line(line: str, messa
     with pytest.raises(UsageError) as caught:
         read({"prompt": "x"}, line)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+def test_what_is_not_nested_too_deep_is_read_and_written(errors: str) -> None:
+    nested = '{"n": [' * 99 + '"\\udc00"' + "]}" * 99
+    (request,) = read_records([f'{{"prompt": "x", "a": {nested}}}\n'.encode()], "a.jsonl", errors)
+    wanted = json.loads(nested if errors == "strict" else nested.replace("\\udc00", "\ufffd"))
+    assert request.fields == {"a": wanted}
+    for output_format in ("jsonl", "openai"):
+        written = result_line(Result(request, request.prompt_hash()), output_format)
+        assert read_line(written, output_format) is not None
 
 
 def test_bytes_that_are_no_text_are_refused_with_file_line_and_offset() -> None:
