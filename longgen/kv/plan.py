@@ -345,7 +345,8 @@ class Planner:
         tokens, slots = prompt + new_tokens, sizes.slots
         device, host, shared = self.machine.device, self.machine.host, self.machine.shared
         on_device, longest = not self._fits(sizes), self.longest_prompt(new_tokens)
-        advice = what_to_do(longest, new_tokens, self._options, on_device=on_device, shared=shared)
+        fewer = not longest and self.longest_prompt(1) > 0
+        advice = what_to_do(longest, new_tokens, self._options, fewer=fewer, on_device=on_device, shared=shared)
         request = f"{self.model.name} with {f'{slots:,} times ' if slots > 1 else ''}{tokens:,} tokens"
         if on_device and device is not None:
             return device_refusal(request, self._needs(sizes), device, advice)

@@ -267,6 +267,14 @@ def test_a_refusal_names_what_was_set_too_high() -> None:
     assert one_line(SMALL, 2, 120, 1000).endswith("no prompt fits: give more, or take a smaller model")
 
 
+@pytest.mark.parametrize(("gpu", "host"), [(8, 32), (None, 12)])
+def test_new_tokens_that_leave_no_room_for_a_prompt_are_told_to_be_fewer(gpu: float | None, host: float) -> None:
+    planner = Planner(SMALL, machine(gpu, host), PlanOptions())
+    assert planner.longest_prompt(1) > 0
+    with pytest.raises(CapacityError, match=r"no prompt fits: give more, or lower --max-new-tokens$"):
+        planner.plan(10, 100_000_000)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
