@@ -180,7 +180,7 @@ def test_characters_of_several_bytes_and_a_genuine_replacement_character_go_out_
     path.write_text("a")
     done = run(folder, [path, path], "--raw")
     assert (done.code, done.out.decode()) == (0, "\ufffdb\U0001f642!\n" * 2)
-    assert done.err.count("1 prompt tokens, 9 generated (stop)") == 2
+    assert done.err.count("1 prompt token, 9 generated (stop)") == 2
     # A stop string of several tokens.
     assert run(folder, [path], "--raw", "--stop", "\U0001f642!").out.decode() == "\ufffdb\n"
     # Without stop tokens of its own the model goes on; a control token may be given as a stop string.

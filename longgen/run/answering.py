@@ -16,6 +16,7 @@ from longgen.run.phases import Phases
 from longgen.run.progress import PrefillProgress
 from longgen.run.stopping import StopStrings
 from longgen.sampling import Sampler, record_seed
+from longgen.units import show_count
 
 if TYPE_CHECKING:
     from longgen.engine import Engine
@@ -120,7 +121,7 @@ def _figures(job: Job, result: Answer) -> str:
     if result.generated > 1:
         rates += f", decode {(result.generated - 1) / max(result.decode, 1e-9):,.1f} tok/s"
     cut = f" ({job.cut})" if job.cut else ""
-    return f"{count:,} prompt tokens{cut}, {result.generated:,} generated ({result.finish_reason}), {rates}"
+    return f"{show_count(count, 'prompt token')}{cut}, {result.generated:,} generated ({result.finish_reason}), {rates}"
 
 
 def _stream(tokens: Iterable[int], decoder: DecodeStream, stops: StopStrings, write: Callable[[str], None]) -> int:
