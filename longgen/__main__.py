@@ -12,6 +12,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line as a program. Returns the exit code, but for Ctrl-C, which ends the process here."""
     interrupts = Interrupts.installed()
     from longgen.cli import main as command_line
+    from longgen.run.notices import lossy
+
+    if sys.stderr is not None:
+        sys.stderr = lossy(sys.stderr)  # hours of work are not to end because a log cannot be written
 
     code = 1
     try:

@@ -244,6 +244,17 @@ def test_closed_standard_input_and_error_leave_the_text_of_a_file_prompt_alone(
     assert refused == (2, b"", "longgen: error: the prompt - cannot be read: standard input is closed\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("lost", ["2>/dev/full", "2</dev/null"])
+def test_what_standard_error_cannot_take_is_lost_and_the_run_goes_on(
+    checkpoint: Path, prompt: Path, capsysbinary: pytest.CaptureFixture[bytes], lost: str
+) -> None:
+    command = _command(checkpoint, prompt, "--max-new-tokens", "4", "--prompt", str(prompt), "--stats")
+    assert main(command) == 0
+    assert _without(lost, *command) == (0, capsysbinary.readouterr().out, "")
+    assert _without(lost, *_command(checkpoint, "/nowhere")) == (2, b"", "")
+
+
 def test_a_closed_standard_output_is_refused(checkpoint: Path, prompt: Path) -> None:
     for arguments in (["--version"], _command(checkpoint, prompt)):
         assert _without(">&-", *arguments) == (2, b"", "longgen: error: standard output is closed\n")
