@@ -256,9 +256,11 @@ def _stop_strings(texts: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _path(text: str) -> str:
-    if text:
-        return text
-    raise UsageError("the name of a file is empty")
+    if not text:
+        raise UsageError("the name of a file is empty")
+    if text == "-":
+        raise UsageError("'-' is no file; leave it out, or write ./- for a file of that name")
+    return text
 
 
 def parse_shard(text: str) -> tuple[int, int]:

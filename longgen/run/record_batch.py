@@ -74,6 +74,9 @@ def run_records(
     heads = read_heads(requests)
     shard, shards = parse_shard(settings.shard) if settings.shard else (1, 1)
     mine = {head.id: head for head in heads[shard - 1 :: shards]}
+    if not mine:
+        count = show_count(len(heads), "record")
+        print(f"longgen: note: nothing is in shard {settings.shard}, since the batch has {count}", file=err)
     with open_output(settings, out, list(mine), err) as output:
         _check_prompts(output, list(mine.values()), settings.output, err)
         checkpoint = read_checkpoint(model, settings, phases)

@@ -382,6 +382,7 @@ def test_malformed_input_is_found_before_anything_else_and_ends_with_2(tmp_path:
         (("--output-format", "csv"), "output_format: 'csv' is not allowed; it must be one of jsonl, openai"),
         (("--prompt-format", "csv"), "prompt_format: 'csv' is not allowed"),
         (("--output", ""), "output: the name of a file is empty"),
+        (("--output", "-"), "output: '-' is no file; leave it out, or write ./- for a file of that name"),
         (("--output", "/nowhere/out"), "the output /nowhere/out cannot be opened: No such file or directory"),
         (("-f", "/nowhere/b.jsonl"), "the prompt /nowhere/b.jsonl cannot be read: No such file or directory"),
     ],
@@ -413,3 +414,4 @@ def test_shards_take_every_nth_record_and_together_are_the_whole(tiny: Path, tmp
         done = run(tmp_path / f"run{shard}", *batch(tiny, path, *SHORT, "--output", str(out), "--shard", f"{shard}/6"))
         assert done.code == 0
         assert untimed(out) == lines[shard - 1 : shard]  # the sixth has none
+        assert ("note: nothing is in shard 6/6, since the batch has 5 records" in done.err) is (shard == 6)
