@@ -100,7 +100,8 @@ def read_heads(requests: Iterable[Request]) -> list[Head]:
         if first is not None:
             raise UsageError(
                 f"two records have the id {request.id[:80]!r}: {first.source} and {request.source}; give each an "
-                'id of its own, as "id" (one without has the number of its line), or run the files one by one'
+                'id of its own, as "id" (one without has the number of its line, a text the name of its file), or run '
+                "the files one by one"
             )
         heads[request.id] = Head(request.id, request.source, request.prompt_hash(), request.chars)
     if not heads:

@@ -369,6 +369,14 @@ def test_malformed_input_is_found_before_anything_else_and_ends_with_2(tmp_path:
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
         assert message in done.err
         assert not out.exists()
+    texts = [tmp_path / name / "a.txt" for name in ("one", "two")]
+    for each in texts:
+        each.parent.mkdir()
+        each.write_text("x")
+    done = run(tmp_path / "texts", *batch(tmp_path / "nowhere", texts, "--output-format", "jsonl"))
+    assert (done.code, done.out) == (2, "")
+    assert f"two records have the id 'a.txt': {texts[0]} and {texts[1]}" in done.err
+    assert "a text the name of its file), or run the files one by one" in done.err
     b.write_text("\n \n")
     done = run(tmp_path / "empty", *batch(tmp_path / "nowhere", b))
     assert (done.code, done.err) == (2, "longgen: error: the prompts hold no record\n")
