@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 _UNITS = MappingProxyType({"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2})
 _LENGTH = re.compile(r"([1-9][0-9]{0,17})([kKmM]?)")
 _DECIMAL = re.compile(r"((?:0|[1-9][0-9]{0,17})\.[0-9]{1,18})([km])")
-_WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
+_WHOLE = re.compile(r"0|[1-9][0-9]*")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _SHARD = re.compile(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
+MOST_WHOLE = 2**63 - 1
 # A surrogate without its other half, as bytes that are no UTF-8 become in arguments.
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _NULL = "tag:yaml.org,2002:null"
@@ -214,8 +215,10 @@ def parse_lengths(name: str, text: str) -> tuple[int, ...]:
 
 
 def _whole(text: str) -> int:
-    if _WHOLE.fullmatch(text) and int(text) < 2**63:
-        return int(text)
+    if _WHOLE.fullmatch(text):
+        if len(text) <= len(str(MOST_WHOLE)) and int(text) <= MOST_WHOLE:
+            return int(text)
+        raise UsageError(f"{text[:80]} is more than {MOST_WHOLE:,}, the most that is allowed")
     raise UsageError(f"{text!r} is not allowed; it must be a whole number, 0 or more")
 
 

@@ -198,6 +198,8 @@ def test_an_empty_file_is_no_setting(tmp_path: Path) -> None:
         ("device: 'cuda:x'", "device: "),
         ("sampling: maybe", "sampling: "),
         ("chat: 1", "chat: '1' is not allowed; it must be true or false"),
+        ("seed: 9223372036854775808", "seed: 9223372036854775808 is more than 9,223,372,036,854,775,807, the most"),
+        (f"seed: {'9' * 5000}", f"seed: {'9' * 80} is more than 9,223,372,036,854,775,807, the most"),
         ("resident_blocks: -1", "resident_blocks: '-1' is not allowed; it must be a whole number, 0 or more"),
         ("resident_blocks: true", "resident_blocks: "),
         ("top_k: 1.5", "top_k: "),

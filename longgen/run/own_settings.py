@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from longgen.config import HALF_CHARACTER, Settings
+from longgen.config import HALF_CHARACTER, MOST_WHOLE, Settings
 from longgen.errors import UsageError
 
 _LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given holds
@@ -77,8 +77,10 @@ def thinking(own: Mapping[str, Any]) -> bool | None:
 
 
 def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63:
-        return value
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value:
+        if value <= MOST_WHOLE:
+            return value
+        raise UsageError(f"{name} is {_shown(value)}, more than {MOST_WHOLE:,}, the most that is allowed")
     raise UsageError(f"{name} is {_shown(value)}; it must be a whole number, {least} or more")
 
 

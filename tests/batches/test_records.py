@@ -239,6 +239,7 @@ def test_the_bodys_settings_come_before_the_records() -> None:
         ({"temperature": 10**400}, "temperature is 1000"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"seed": -1}, "seed is -1; it must be a whole number, 0 or more"),
+        ({"seed": 2**63}, "seed is 9223372036854775808, more than 9,223,372,036,854,775,807, the most"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         (
             {"stop": ["a", ""]},
