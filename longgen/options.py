@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from longgen.errors import UsageError
+from longgen.kv.shape import check_block
 from longgen.kv.sizes import StoreSizes, check_chunk
 from longgen.kv.transfer import with_index
 
@@ -47,7 +48,8 @@ class EngineOptions:
     scrub: bool = False
 
     def chunk_tokens(self) -> int:
-        """The chunk size in effect. Raises UsageError if it is not a multiple of the block size."""
+        """The chunk size in effect. Raises UsageError if it is not a multiple of the block size, or if that is none."""
+        check_block(self.block_size)
         if self.chunk_size is None:
             return max(1, DEFAULT_CHUNK_TOKENS // self.block_size) * self.block_size
         check_chunk(self.chunk_size, self.block_size)

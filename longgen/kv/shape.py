@@ -38,8 +38,7 @@ class KVShape:
     block_size: int
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise UsageError(f"block size {self.block_size} is not a positive number of tokens")
+        check_block(self.block_size)
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -69,3 +68,9 @@ class KVShape:
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
+
+
+def check_block(block_size: int) -> None:
+    """Raises UsageError for a block that holds no token."""
+    if block_size < 1:
+        raise UsageError(f"block size {block_size} is not a positive number of tokens")

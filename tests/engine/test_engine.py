@@ -124,6 +124,8 @@ def test_a_stop_id_ends_the_answer_and_is_not_part_of_it(build: Build) -> None:
     ("options", "message"),
     [
         ({"chunk_size": 1000}, "multiple of the block size 1024"),
+        ({"block_size": 0}, "block size 0 is not a positive number of tokens"),
+        ({"block_size": 0, "chunk_size": 1024}, "block size 0 is not a positive number of tokens"),
         ({"device": "cuda:999"}, "torch sees"),
         ({"device": "cuda:-1"}, "not one of"),
         ({"device": "tpu"}, "not one of"),
