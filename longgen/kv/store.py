@@ -30,6 +30,8 @@ from longgen.sparse.full import FullAttentionPolicy
 from longgen.tracing import Label, unlabelled
 from longgen.units import show_bytes
 
+MEMORY_GROWTH = 16  # times: what a virtual machine says it has may be what it has been given so far
+
 
 class KVStore:
     """Keeps the KV of several slots: the newest tokens on the device, the rest in host blocks.
@@ -121,10 +123,10 @@ class KVStore:
         """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly and made
         in the background from now on. Raises CapacityError if they are more than the machine could ever hold."""
         needed, there = self.sizes.host_bytes(self.layout.shape, tokens), total_memory()
-        if there is not None and needed > there:
+        if there is not None and needed > MEMORY_GROWTH * there:
             raise CapacityError(
                 f"a request of {tokens:,} tokens needs {show_bytes(needed)} of host memory for its KV cache, more than "
-                f"the {show_bytes(there)} that this machine has; give fewer new tokens"
+                f"{MEMORY_GROWTH} times the {show_bytes(there)} that this machine has; give fewer new tokens"
             )
         self._parts.host.announce(self.slots[slot_id].id, tokens)
 
