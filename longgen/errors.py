@@ -15,6 +15,14 @@ class UsageError(LongGenError):
     exit_code = 2
 
 
+class PromptLengthError(UsageError):
+    """A prompt of no tokens, or of so many that none can be generated. tokens: of the prompt."""
+
+    def __init__(self, message: str, tokens: int) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+
+
 class CheckpointError(LongGenError):
     """A checkpoint folder that cannot be used: missing, broken, or of an unsupported kind."""
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longgen.config import Settings, sampling_settings
-from longgen.errors import CheckpointError, UsageError
+from longgen.errors import CheckpointError, PromptLengthError, UsageError
 from longgen.run.own_settings import thinking, with_own
 from longgen.run.requests import Request
 from longgen.run.truncation import Cut, truncate
@@ -139,18 +139,20 @@ class JobMaker:
 
 
 def check_length(name: str, count: int, cap: int, *, trained: bool) -> None:
-    """Raise UsageError if `count` tokens leave no room for one more under `cap`, the trained window or the user's."""
+    """Raise PromptLengthError if there are no tokens, or so many that no more fits under `cap`, the trained window or
+    the user's."""
     if count == 0:
-        raise UsageError(f"{name} comes to no tokens; there is nothing to continue")
+        raise PromptLengthError(f"{name} comes to no tokens; there is nothing to continue", count)
     if count + 1 > cap:
         limit, remedy = (
             (f"the {cap:,} that the checkpoint was trained for", "give --max-len to go beyond that")
             if trained
             else (f"--max-len, {cap:,}", f"raise it to {count + 1:,} or more")
         )
-        raise UsageError(
+        raise PromptLengthError(
             f"{name} has {count:,} tokens, with one generated {count + 1:,}, "
-            f"which is more than {limit}; {remedy}, or shorten the prompt, or give --truncate"
+            f"which is more than {limit}; {remedy}, or shorten the prompt, or give --truncate",
+            count,
         )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from longgen.config import Settings, parse_shard
-from longgen.errors import CapacityError, LongGenError, UsageError
+from longgen.errors import CapacityError, LongGenError, PromptLengthError, UsageError
 from longgen.run.answering import Answer, answer, say_answer, say_failure, say_phases, say_run_stats
 from longgen.run.interrupts import check_interrupted, uninterrupted
 from longgen.run.jobs import Job
@@ -217,7 +217,8 @@ class _Batch:
         try:
             return self._checkpoint.maker.make(request, on_chars)
         except LongGenError as error:
-            return Failed(replace(request, text="", messages=None), str(error))
+            tokens = error.tokens if isinstance(error, PromptLengthError) else None
+            return Failed(replace(request, text="", messages=None), str(error), tokens)
 
     def _take_over(self, request: Request, line: Written) -> list[str]:
         """Counts a record that is done among the sizes, so that plan and angles are those of the whole batch.

@@ -266,6 +266,7 @@ def test_a_record_that_fails_is_an_error_line_and_the_rest_goes_on(tiny: Path, t
         assert line["error"] is None if expected is None else expected in line["error"]
         assert (line["pred"] == "") == (expected is not None)
     assert "which is more than --max-len, 200; raise it to" in done.lines[1]["error"]
+    assert f"the prompt has {done.lines[1]['prompt_tokens']:,} tokens, " in done.lines[1]["error"]
     assert done.lines[2]["settings"] is None and done.lines[1]["settings"]["max_len"] == 200
     assert done.lines[10]["generated_tokens"] == 2
     assert done.err.count("longgen: error: ") == 9
