@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,13 @@ def builder(root: Path) -> Build:
         return folder if folder.exists() else make_checkpoint(folder, model_type, **options)
 
     return build
+
+
+def never_ending(checkpoint: Path, copy: Path) -> Path:
+    """A copy of a checkpoint whose answers end at their longest alone: no token stops them."""
+    shutil.copytree(checkpoint, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": []}), encoding="utf-8")
+    return copy
 
 
 def random_ids(count: int, *, seed: int = 0) -> torch.Tensor:

@@ -16,8 +16,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.checkpoints import Build, builder
+
+# On a busy machine no example has a second that is its own; and the same examples every time, so that a test that fails
+# fails for what was changed.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,10 @@ from longgen import __version__
 from longgen.cli import main
 from longgen.kv.host_cache import HostCache
 from longgen.model.tiny import make_checkpoint
+from tests.checkpoints import never_ending
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other dogs think.\n" * 4
+PATIENCE = 600  # seconds, for what must come
 SMALL = ("--block-size", "16", "--chunk-size", "64", "--dtype", "float32", "--device", "cpu")
 
 
@@ -68,7 +70,7 @@ def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("flags", [("--raw",), ("--chat",), ()])
 def test_the_text_is_that_of_transformers(checkpoint: Path, prompt: Path, flags: tuple[str, ...]) -> None:
     process = _start(_command(checkpoint, prompt, *flags, "--max-new-tokens", "24"))
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     chat = flags != ("--raw",)
     assert out.decode("utf-8") == _reference(checkpoint, TEXT, 24, chat) + "\n"
     assert process.returncode == 0
@@ -410,28 +412,31 @@ def test_help_and_version_do_not_load_torch() -> None:
         assert expected in done.stdout
 
 
-ENDLESS = ("--max-new-tokens", "20K", "--repetition-penalty", "1.01")
+@pytest.fixture
+def endless(checkpoint: Path, prompt: Path, tmp_path: Path) -> list[str]:
+    """A command that takes minutes to its end."""
+    return _command(never_ending(checkpoint, tmp_path / "endless"), prompt, "--max-new-tokens", "20K")
 
 
-def test_an_interrupt_ends_with_130_and_one_line(checkpoint: Path, prompt: Path) -> None:
-    process = _start(_command(checkpoint, prompt, *ENDLESS))
+def test_an_interrupt_ends_with_130_and_one_line(endless: list[str]) -> None:
+    process = _start(endless)
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert err.decode().endswith("\nlonggen: interrupted\n")
     assert "Traceback" not in err.decode()
 
 
-def test_a_reader_that_goes_away_is_quiet(checkpoint: Path, prompt: Path) -> None:
-    process = _start(_command(checkpoint, prompt, *ENDLESS))
+def test_a_reader_that_goes_away_is_quiet(endless: list[str]) -> None:
+    process = _start(endless)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(1)
     process.stdout.close()
     err = process.stderr.read().decode()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=PATIENCE) == 141
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
     process.stderr.close()

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from longgen.commands.common import stopping
 from longgen.run.interrupts import Interrupts, check_interrupted, raise_interrupts, uninterrupted
-from tests.checkpoints import Build
+from tests.checkpoints import Build, never_ending
 
 SMALL = ("--block-size", "16", "--chunk-size", "64", "--dtype", "float32", "--device", "cpu")
 # Runs the program and interrupts it once while a module is imported, within what that module's own import does.
@@ -47,6 +50,18 @@ def seed(*arguments):
     return usual(*arguments)
 answering.record_seed = seed
 sys.exit(main(sys.argv[1:]))
+"""
+# Says on standard output that it is in charge of Ctrl-C.
+IN_CHARGE = """
+import os, sys
+from longgen import __main__ as program
+usual = program.Interrupts.installed
+def installed():
+    handler = usual()
+    os.write(1, b"!")
+    return handler
+program.Interrupts.installed = installed
+sys.exit(program.main(sys.argv[1:]))
 """
 AFTER_THE_COMMAND = """
 import atexit, os, signal, sys
@@ -96,17 +111,17 @@ def test_an_interrupt_after_the_command_ends_with_130_too(batch: list[str]) -> N
 
 @pytest.mark.slow
 def test_the_program_is_interrupted_at_many_moments(batch: list[str], tmp_path: Path) -> None:
-    """From before its first line until it answers; what Python itself says before the first line is Python's."""
-    command = [sys.executable, "-m", "longgen", *batch, "--max-new-tokens", "20K", "--repetition-penalty", "1.01"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    """From its first line, until it answers; what Python itself does with an interrupt before that is Python's."""
+    model = never_ending(Path(batch[batch.index("--model") + 1]), tmp_path / "endless")
+    arguments = [*batch, "--model", str(model), "--max-new-tokens", "20K"]
+    command, environment = [sys.executable, "-c", IN_CHARGE, *arguments], {**os.environ, "HF_HUB_OFFLINE": "1"}
     for number in range(16):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
-        time.sleep(0.2 + 0.15 * number)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"!"
+        time.sleep(0.15 * number)
         process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=60)[1].decode()
-        if "longgen/cli.py" not in err and "longgen: " not in err:
-            assert process.returncode in (130, 1, -signal.SIGINT)  # Python was starting
-            continue
+        err = process.communicate(timeout=600)[1].decode()
         assert process.returncode == 130, err
         assert "Traceback" not in err
         assert err.endswith("longgen: interrupted\n") and err.count("interrupted") == 1
@@ -129,6 +144,34 @@ def test_a_swallowed_interrupt_is_raised_where_it_is_asked_for() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook
+
+
+def test_an_interrupt_at_the_end_of_what_holds_it_back_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = signal.signal
+
+    def late(number: int, handler: Any) -> Any:
+        signal.raise_signal(number)
+        return usual(number, handler)
+
+    monkeypatch.setattr(Interrupts, "leave", lambda *_, **__: pytest.fail("it ended the process"))
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        monkeypatch.setattr(signal, "signal", late)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_at_the_end_of_a_command_is_one_like_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = iter([KeyboardInterrupt])
+
+    def late(raised: bool) -> None:
+        for interrupt in calls:
+            raise interrupt
+
+    monkeypatch.setattr("longgen.commands.common.raise_interrupts", late)
+    with pytest.raises(typer.Exit) as ended, stopping():
+        pass
+    assert (ended.value.exit_code, capsys.readouterr().err) == (130, "longgen: interrupted\n")
 
 
 def test_where_interrupts_are_ignored_they_stay_so() -> None:

@@ -33,15 +33,16 @@ def missing_options(command: str, values: Mapping[str, object]) -> UsageError:
 def stopping() -> Iterator[None]:
     """Exit codes for a command that is told to stop: by Ctrl-C, or by the reader of its output going away."""
     try:
-        yield
+        try:
+            yield
+        finally:
+            raise_interrupts(False)  # in here: an interrupt that comes just before it is one like the others
     except BaseException as error:
         # An interrupt may have become another exception on its way, or none.
         if isinstance(error, KeyboardInterrupt) or was_interrupted():
-            raise_interrupts(False)
+            raise_interrupts(False)  # where the one above was what it came before
             print(INTERRUPTED, end="", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
         raise
-    finally:
-        raise_interrupts(False)

@@ -104,7 +104,8 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        holder.held -= 1
+        # In this order: a holder of our own, without what holds it back, would end the process.
         signal.signal(signal.SIGINT, usual)
+        holder.held -= 1
         if holder.noted and not holder.held:
             raise KeyboardInterrupt

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 SMALL = ("--block-size", "16", "--chunk-size", "64", "--dtype", "float32", "--device", "cpu")
+PATIENCE = 600  # seconds, for what must come
 PRELOADED = ["longgen.cli", "longgen.run.batch", "longgen.planning.opening", "longgen.planning.plans"]
 PRELOADED += ["longgen.model.provider", "longgen.model.tokenizer", "longgen.model.quiet"]
 PRELOADED += ["transformers.models.qwen3.modeling_qwen3"]
@@ -51,7 +55,21 @@ def write_records(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
-def _child(arguments: list[str], folder: str, stdin: str, stdout: str) -> None:
+def hold(answers: int) -> None:
+    """Makes a batch of this process wait before another answer once it has given so many, until it is stopped."""
+    from longgen.run import record_batch
+
+    usual, given = record_batch.answer, itertools.count()
+
+    def answer(*rest: Any) -> Any:
+        while next(given) >= answers:
+            time.sleep(0.01)
+        return usual(*rest)
+
+    patch.object(record_batch, "answer", answer).start()
+
+
+def _child(arguments: list[str], folder: str, stdin: str, stdout: str, answers: int | None) -> None:
     for number, (path, flags) in enumerate(
         (
             (stdin, os.O_RDONLY),
@@ -72,6 +90,8 @@ def _child(arguments: list[str], folder: str, stdin: str, stdout: str) -> None:
     from longgen.__main__ import main
 
     tqdm.set_lock(threading.RLock())  # its usual one is a semaphore that a killed process leaves behind
+    if answers is not None:
+        hold(answers)
     code = main(arguments)
     sys.stderr.flush()
     os._exit(code)
@@ -85,7 +105,7 @@ class Command:
     folder: Path
 
     def wait(self) -> Result:
-        self.process.join(timeout=120)
+        self.process.join(PATIENCE)
         assert self.process.exitcode is not None, "still running"
         out = self.folder / "stdout"
         text = out.read_text(encoding="utf-8") if out.exists() else ""
@@ -98,14 +118,20 @@ class Command:
         os.kill(self.process.pid, number)
 
 
-def start(folder: Path, *arguments: str, stdin: bytes = b"", stdout: Path | None = None) -> Command:
-    """Starts the command; its streams are files in `folder`, standard output may be another file or a named pipe."""
+def start(
+    folder: Path, *arguments: str, stdin: bytes = b"", stdout: Path | None = None, answers: int | None = None
+) -> Command:
+    """Starts the command; its streams are files in `folder`, standard output may be another file or a named pipe.
+
+    answers: of a batch, after which it waits until it is stopped.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "stdin").write_bytes(stdin)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     streams = (str(folder), str(folder / "stdin"), str(stdout or folder / "stdout"))
-    process = context.Process(target=_child, args=(list(arguments), *streams))
+    # A daemon, so that one which a test that failed leaves behind does not keep the tests from ending.
+    process = context.Process(target=_child, args=(list(arguments), *streams, answers), daemon=True)
     process.start()
     return Command(process, folder)
 

@@ -23,13 +23,22 @@ from longgen.run.batch import run as run_here
 from longgen.run.output import StreamOutput
 from longgen.run.records import RequestFiles
 from longgen.run.result_file import ResultFile
-from tests.batches.running import Command, batch, read_lines, run, start, untimed, write_records
+from tests.batches.running import PATIENCE, Command, batch, read_lines, run, start, untimed, write_records
 
 RECORDS = 40
 KILLS = 25
 AGAIN = 21  # records to be done again where every other one had failed
 WORDS = "The quick brown fox jumps over the lazy dog "
 FLAGS = ("--max-new-tokens", "3", "--temperature", "0.8", "--max-len", "300")
+ENDLESS = [{"prompt": "x"}, {"prompt": "y", "max_tokens": 20_000}]  # the second, with a model that never stops
+# Runs the program, which waits after ten answers.
+HELD = """
+import sys
+from longgen.__main__ import main
+from tests.batches.running import hold
+hold(10)
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def forty(path: Path, failing: Sequence[int] = (7,)) -> Path:
@@ -43,15 +52,17 @@ def forty(path: Path, failing: Sequence[int] = (7,)) -> Path:
 
 def until(what: Callable[[], bool]) -> None:
     """Waits until something is so."""
-    for _ in range(120_000):
-        if what():
-            return
+    end = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < end, "it never came"
         time.sleep(0.001)
-    raise AssertionError("it never came")
 
 
 def lines_in(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:  # not there yet, or no longer
+        return 0
 
 
 def kill(command: Command, seconds: float, come: Callable[[], bool] = lambda: True) -> None:
@@ -61,6 +72,11 @@ def kill(command: Command, seconds: float, come: Callable[[], bool] = lambda: Tr
     if command.process.exitcode is None:
         command.signal(signal.SIGKILL)
     command.process.join()
+
+
+def kill_halfway(command: Command, out: Path) -> None:
+    """Kills a command that waits after five answers, once they are in the file."""
+    kill(command, 0, lambda: lines_in(out) >= 5)
 
 
 def retried(out: Path) -> Path:
@@ -94,29 +110,34 @@ def test_a_batch_that_is_killed_at_any_moment_is_resumed_to_the_same_file(tiny: 
         if number % 3 == 0:
             shutil.copy(failed, out)
         arguments = batch(tiny, prompts, *FLAGS, "--output", str(out))
-        for _ in range(chance.choice((1, 1, 2, 3))):
-            kill_at_random(start(tmp_path / "killed", *arguments), out, chance)
+        if number < 2:  # halfway through what was failed, and through all, however late the kill comes
+            kill_halfway(start(tmp_path / "killed", *arguments, answers=5), out if number else retried(out))
             midst += 0 < lines_in(out) < RECORDS
             again += 0 < lines_in(retried(out)) < AGAIN
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            kill_at_random(start(tmp_path / "killed", *arguments), out, chance)
         done = run(tmp_path / "resumed", *arguments)
         assert done.code == 1, done.err
         assert untimed(out) == expected
         assert {path.name for path in tmp_path.glob("out*")} == {f"out{n}" for n in range(number + 1)}
-    assert midst and again
+    assert (midst, again) == (1, 1)
 
 
 @pytest.mark.slow
 def test_the_program_itself_is_killed_and_resumed(tiny: Path, tmp_path: Path) -> None:
     prompts, out, whole = forty(tmp_path / "a.jsonl"), tmp_path / "out", tmp_path / "whole"
     assert run(tmp_path / "run", *batch(tiny, prompts, *FLAGS, "--output", str(whole))).code == 1
-    command = [sys.executable, "-m", "longgen", *batch(tiny, prompts, *FLAGS, "--output", str(out))]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
-    until(lambda: lines_in(out) >= 5)
+    arguments = batch(tiny, prompts, *FLAGS, "--output", str(out))
+    environment, root = {**os.environ, "HF_HUB_OFFLINE": "1"}, Path(__file__).parents[2]
+    killed = subprocess.Popen(
+        [sys.executable, "-c", HELD, *arguments], stderr=subprocess.DEVNULL, env=environment, cwd=root
+    )
+    until(lambda: lines_in(out) >= 5 or killed.poll() is not None)
     killed.kill()
     killed.wait()
     kept = lines_in(out)
     assert 5 <= kept < RECORDS
+    command = [sys.executable, "-m", "longgen", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"longgen: {kept - (kept > 7) - (kept > 22)} of 40 records are done; going on" in done.stderr
@@ -183,12 +204,11 @@ def test_results_of_other_prompts_are_refused_if_all_are_and_counted_if_some_are
     ],
 )
 def test_what_an_interrupted_run_says_of_going_on_is_true(
-    tiny: Path, tmp_path: Path, flags: tuple[str, ...], said: str
+    endless: Path, tmp_path: Path, flags: tuple[str, ...], said: str
 ) -> None:
-    records = [{"prompt": "x"}, {"prompt": "y", "max_tokens": 20_000, "repetition_penalty": 1.01}]
-    prompts, out = write_records(tmp_path / "a.jsonl", records), tmp_path / "out"
+    prompts, out = write_records(tmp_path / "a.jsonl", ENDLESS), tmp_path / "out"
     given = [flag.format(out) for flag in flags]
-    command = start(tmp_path / "run", *batch(tiny, prompts, "--max-new-tokens", "3", *given))
+    command = start(tmp_path / "run", *batch(endless, prompts, "--max-new-tokens", "3", *given))
     err = tmp_path / "run" / "stderr"
     until(lambda: err.exists() and " 1/2 " in err.read_text())
     until(lambda: lines_in(out) == 1 or "/dev/null" in given)
@@ -245,10 +265,9 @@ def test_an_output_that_is_there_is_refused_or_replaced_where_asked(tiny: Path, 
     assert [line["generated_tokens"] for line in read_lines(out)] == [2]
 
 
-def test_the_second_of_two_processes_on_one_output_is_refused(tiny: Path, tmp_path: Path) -> None:
-    records = [{"prompt": "x"}, {"prompt": "y", "max_tokens": 20_000, "repetition_penalty": 1.01}]
-    prompts, out = write_records(tmp_path / "a.jsonl", records), tmp_path / "out"
-    arguments = batch(tiny, prompts, "--max-new-tokens", "3", "--output", str(out))
+def test_the_second_of_two_processes_on_one_output_is_refused(endless: Path, tmp_path: Path) -> None:
+    prompts, out = write_records(tmp_path / "a.jsonl", ENDLESS), tmp_path / "out"
+    arguments = batch(endless, prompts, "--max-new-tokens", "3", "--output", str(out))
     first = start(tmp_path / "first", *arguments)
     until(lambda: lines_in(out) == 1)
     for flags in ((), ("--overwrite",)):
@@ -260,7 +279,7 @@ def test_the_second_of_two_processes_on_one_output_is_refused(tiny: Path, tmp_pa
         )
     kill(first, 0)
     assert lines_in(out) == 1
-    write_records(prompts, records[:1])
+    write_records(prompts, ENDLESS[:1])
     assert run(tmp_path / "third", *arguments).code == 0  # a lock does not outlive its process
 
 
@@ -271,7 +290,7 @@ def test_ctrl_c_closes_cleanly_and_ends_with_130(tiny: Path, tmp_path: Path) -> 
     run(tmp_path / "run", *batch(tiny, prompts, *FLAGS, "--output", str(whole)))
     chance = random.Random(1)
     for _ in range(4):
-        command = start(tmp_path / "stopped", *arguments)
+        command = start(tmp_path / "stopped", *arguments, answers=8)  # less than a fourth of all, however late we are
         least = lines_in(out) + chance.randint(1, 6)
         until(lambda least=least: lines_in(out) >= least)  # type: ignore[misc]
         command.signal(signal.SIGINT)
@@ -308,6 +327,9 @@ def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_stands_still(
 @pytest.mark.parametrize("output", [None, "/dev/stdout"])
 def test_a_closed_pipe_ends_quietly(tiny: Path, tmp_path: Path, output: str | None) -> None:
     prompts, pipe = forty(tmp_path / "a.jsonl"), tmp_path / "pipe"
+    # Fields of their own make the lines longer than a pipe can hold, so the run does not end before its reader goes.
+    notes = {f"note{n}": "x" * 16_000 for n in range(3)}
+    write_records(prompts, [json.loads(line) | notes for line in prompts.read_text().splitlines()])
     os.mkfifo(pipe)
     flags = ("--output", output) if output else ()
     command = start(tmp_path / "run", *batch(tiny, prompts, *FLAGS, *flags), stdout=pipe)
@@ -319,11 +341,10 @@ def test_a_closed_pipe_ends_quietly(tiny: Path, tmp_path: Path, output: str | No
     assert "40/40" not in done.err
 
 
-def test_a_line_is_there_as_soon_as_its_record_is_done(tiny: Path, tmp_path: Path) -> None:
-    records = [{"prompt": "x"}, {"prompt": "y", "max_tokens": 20_000, "repetition_penalty": 1.01}]
-    prompts, pipe = write_records(tmp_path / "a.jsonl", records), tmp_path / "pipe"
+def test_a_line_is_there_as_soon_as_its_record_is_done(endless: Path, tmp_path: Path) -> None:
+    prompts, pipe = write_records(tmp_path / "a.jsonl", ENDLESS), tmp_path / "pipe"
     os.mkfifo(pipe)
-    command = start(tmp_path / "run", *batch(tiny, prompts, "--max-new-tokens", "3"), stdout=pipe)
+    command = start(tmp_path / "run", *batch(endless, prompts, "--max-new-tokens", "3"), stdout=pipe)
     with pipe.open("rb") as reader:
         assert json.loads(reader.readline())["generated_tokens"] == 3
         assert command.process.exitcode is None

@@ -159,7 +159,7 @@ def test_a_generation_that_another_thread_drops_does_not_wait_for_the_pass(build
     def drop() -> None:
         thread = threading.Thread(target=dropped.clear)
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=600)
         assert not thread.is_alive(), "the thread waits for the pass, which waits for the thread"
 
     policy.work = drop

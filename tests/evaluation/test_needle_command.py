@@ -26,7 +26,7 @@ FIELDS = ["id", "index", "input", "outputs", "length", "depth", "kind", "score",
 def _needle(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "longgen", "eval", "needle", *flags]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800, check=False)
 
 
 def _records(text: str) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_loads() -> None:
         "code = main(['eval', 'needle', '--model', 'demo', '--lengths', '4K', '--plot', 'a.png'])\n"
         "print(code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout == "2 False\n"
     assert done.stderr == (
         "longgen: error: --plot needs matplotlib, which is not installed; run pip install 'longgen[plot]'\n"

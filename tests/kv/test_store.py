@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from typing import Any
 
@@ -353,6 +354,9 @@ def test_a_store_that_is_dropped_waits_for_its_copies_before_its_memory_is_freed
     gc.collect()
     assert transfer.drained == [True]
     transfer._work.clear()  # which holds on to the memory that it copied
+    for thread in threading.enumerate():
+        if thread.name == "longgen-supply":
+            thread.join()  # which holds on to what it made last
     assert all(memory() is None for memory in transfer.held)
 
 

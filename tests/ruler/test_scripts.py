@@ -29,7 +29,7 @@ FIELDS = [
 ]
 
 
-def _script(*command: str | Path, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+def _script(*command: str | Path, timeout: int = 1800) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHON": sys.executable}
     line = [str(part) for part in command]
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
