@@ -59,13 +59,13 @@ def what_to_do(
 ) -> str:
     """The end of a refusal.
 
-    longest: tokens of the longest prompt that does fit; 0 if none does.   fewer: then some would with fewer new tokens.
-    on_device: it is the device's memory that is short.   shared: device and host have one memory.
+    longest: tokens of the longest prompt that does fit; 0 if none does.   fewer: none does, but with fewer new tokens
+    some would.   on_device: it is the device's memory that is short.   shared: device and host have one memory.
     """
     # What leaves the device less leaves the host more only where resident blocks take its place.
     of_buffers = on_device or shared or options.resident_blocks is None
     given = {
-        "--max-new-tokens": not longest and fewer,
+        "--max-new-tokens": fewer,
         "--block-size": options.block_size > USUAL_BLOCK,
         "--chunk-size": options.chunk_size is not None and of_buffers,
         "--resident-blocks": bool(options.resident_blocks) and on_device,  # else they only move

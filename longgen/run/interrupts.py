@@ -104,7 +104,7 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        # In this order: a holder of our own, without what holds it back, would end the process.
+        # In this order: what comes in between finds the usual handler, or is still held back and raised below.
         signal.signal(signal.SIGINT, usual)
         holder.held -= 1
         if holder.noted and not holder.held:

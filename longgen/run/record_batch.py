@@ -290,7 +290,10 @@ class _Batch:
         line = result_line(result, self._settings.output_format or "jsonl")
         with uninterrupted():  # what is counted is what is written
             self._output.write(result.request.id, line)
-            self._good, self._bad = self._good + (result.error is None), self._bad + (result.error is not None)
+            if result.error is None:
+                self._good += 1
+            else:
+                self._bad += 1
         say()
 
     def _tried(self, engine: Engine | None, job: Job) -> Outcome:

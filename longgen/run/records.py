@@ -191,8 +191,9 @@ def _check_nesting(value: Any) -> None:
     for _ in range(MOST_NESTED):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
         level = [*chain.from_iterable(inner)]
-    if level:
-        raise RecursionError
+        if not level:
+            return
+    raise RecursionError
 
 
 def _no_constant(name: str) -> NoReturn:
