@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from longgen.kv.transfer import open_transfer
 from longgen.model_shape import ModelShape
-from longgen.planning.measure import measure_backends, measure_copies, measure_matmul, measure_memory
-
-ROUNDS = 3  # of what runs on the device's cores, whose clock rises as they get to work; the best counts
+from longgen.planning.measure import ROUNDS, best_of, measure_backends, measure_copies, measure_matmul, measure_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def measure_ceilings(device: torch.device, shape: ModelShape, sizes: CeilingSize
     rounds = [measure_backends(transfer, shape, sizes.rows, sizes.keys) for _ in range(ROUNDS)]
     rates = {name: max(rates[name] for rates in rounds) for name in rounds[0]}
     best = max(rates, key=lambda name: rates[name])
-    matmul = _best(lambda: measure_matmul(transfer, getattr(torch, shape.dtype), sizes.side))
+    matmul = best_of(lambda: measure_matmul(transfer, getattr(torch, shape.dtype), sizes.side))
     ceilings = Ceilings(
         h2d_gbps=copies.load / 1e9,
         d2h_gbps=copies.offload / 1e9,
@@ -74,13 +72,10 @@ def measure_ceilings(device: torch.device, shape: ModelShape, sizes: CeilingSize
         attention_backend=best,
         backends={name: rate / 1e12 for name, rate in rates.items()},
         matmul_tflops=matmul / 1e12,
-        device_gbps=_best(lambda: measure_memory(transfer, sizes.copy_bytes)) / 1e9,
+        device_gbps=best_of(lambda: measure_memory(transfer, sizes.copy_bytes)) / 1e9,
         pinned_refusal=copies.pinned_refusal,
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return ceilings
 
-
-def _best(measure: Callable[[], float]) -> float:
-    return max(measure() for _ in range(ROUNDS))

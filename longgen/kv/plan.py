@@ -25,9 +25,8 @@ RUNTIME_BYTES = 768 << 20  # CUDA context, kernels, workspaces of cuBLAS and cuD
 SPARE_PART = 32  # a thirty-second of the device is left free of resident blocks: library workspaces, page tables, gaps
 ALLOCATOR_PART = 50  # a fiftieth of what torch allocates is lost to rounding and gaps
 PROCESS_BYTES = 1 << 30  # host memory of Python, torch and CUDA beside the KV cache
-MOST_CHUNK_TOKENS = 16384
-LEAST_CHUNK_TOKENS = 4096  # wanted where memory allows: smaller chunks leave the GPU waiting for kernels to start
-CHUNK_HEADROOM = 1.2  # attention of the chosen chunk takes this many times as long as its loads
+CHUNK_TOKENS = 16384  # wanted on a GPU: smaller ones leave it waiting for loads and for kernels to start
+HOST_CHUNK_TOKENS = 4096  # wanted where the device is the host's own processor, which waits for neither
 RINGS = ((4, 16384), (4, 8192), (3, 8192), (2, 8192), (2, 4096), (2, 2048), (2, 1024))  # (entries, tokens in each)
 MOST_PREFILL_DEPTH = 8
 AS_GOOD = 1.03  # times within this factor of the best count as equal
@@ -263,10 +262,8 @@ class Planner:
         block = self._kv.block_size
         if self._options.chunk_size is not None:
             return [min(self._options.chunk_size, max(1, blocks) * block)]
-        wanted = max(LEAST_CHUNK_TOKENS, CHUNK_HEADROOM * balanced_chunk(self.model, self._rates))
-        if self.machine.shared or not self.model.count(FULL):
-            wanted = LEAST_CHUNK_TOKENS
-        count = max(1, min(round(min(wanted, MOST_CHUNK_TOKENS) / block), blocks))
+        wanted = HOST_CHUNK_TOKENS if self.machine.shared else CHUNK_TOKENS
+        count = max(1, min(wanted // block, blocks))
         counts = [count]
         while counts[-1] > 1:
             counts.append(counts[-1] // 2)
@@ -370,10 +367,8 @@ class Planner:
             return f"{says}: nothing is copied to another device"
         balance = balanced_chunk(self.model, self._rates)
         hidden = f"attention hides loads from {balance:,.0f} tokens on"
-        largest = self._chunks(self._kv.blocks_for(prompt))[0]
-        if chunk == largest:
-            small = CHUNK_HEADROOM * balance < LEAST_CHUNK_TOKENS
-            return f"{says}: {hidden}" + (", and fewer, larger passes start fewer kernels" if small else "")
+        if chunk == self._chunks(self._kv.blocks_for(prompt))[0]:
+            return f"{says}: {hidden}, and larger passes start fewer kernels"
         if any(self._fits(each) for each in self._candidates(prompt, tokens) if each.chunk_tokens > chunk):
             return f"{says}: {hidden}, but a larger chunk would take more from the resident blocks than it gains"
         return f"{says}: what fits; {hidden}"

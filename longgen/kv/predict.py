@@ -2,14 +2,15 @@
 
 A chunk of c tokens after p earlier ones takes the longest of four things that run side by side:
 
-    compute   attention FLOP / attention rate  +  merging the runs: 26 bytes * query channels * c * runs / memory rate
+    compute   attention FLOP / attention rate  +  merging the runs: 5 bytes * query channels * c * runs / memory rate
               + the larger of matrix FLOP / matrix rate and weight bytes / memory rate
               + traffic_bytes * c / memory rate
     loads     bytes of the past that is not resident / load rate
     offloads  bytes of the chunk's own K and V that are not resident / offload rate
     launches  layers * layer seconds + runs read * RUN_PART of them, the host's time to start the kernels
 
-Attention beside loads runs at 95% of its rate. Decoding takes the longest of loads, launches, and reading the active
+Attention runs at 93% of its rate, which is measured over a moment: in longer work the card's power limit lowers its
+clock. Decoding takes the longest of loads, launches, and reading the active
 weights and all K and V from device memory.
 
 Host memory is pinned beside all this, from before the prefill on; no prefill is faster than that.
@@ -26,8 +27,8 @@ from longgen.model_shape import FULL, WINDOW, ModelShape
 
 LAYER_SECONDS = 1.2e-3  # of eager modules: a decode step of 28 layers took 27 to 40 ms on hosts of one kind
 RUN_PART = 0.1  # of a layer's time, to start a load, one attention call and its merge
-BESIDE_LOADS = 0.95  # rate of attention while memory is also written by loads
-MERGE_BYTES = 26  # moved per query channel and row to merge one run
+HELD = 0.93  # of the attention rate of a moment, what a card at its power limit holds
+MERGE_BYTES = 5  # moved per query channel and row to merge one run, by the Triton kernel: two at a time into the sum
 CHUNKS_SUMMED = 256  # longer prompts are summed over this many evenly spaced chunks
 
 # Measured on an H200 (PCIe 5 x16): attention through cuDNN by head size, matrix products, copies, and the device
@@ -35,7 +36,7 @@ CHUNKS_SUMMED = 256  # longer prompts are summed over this many evenly spaced ch
 H200_ATTENTION = ((64, 478e12), (128, 692e12), (256, 754e12))
 H200_MATMUL = 790e12
 H200_COPIES = 55.4e9
-H200_MEMORY = 3.3e12
+H200_MEMORY = 2.7e12
 H200_PIN = 4.1e9  # on its host, a virtual machine of 16 cores
 
 
@@ -164,10 +165,9 @@ def chunk_parts(
     hosted = _hosted(kv, sizes, past)
     runs = hosted / (sizes.run_blocks * kv.block_size)
     layers = shape.count(FULL)
-    attention_rate = rates.attention * (BESIDE_LOADS if hosted else 1.0)
     merged = MERGE_BYTES * shape.q_heads * shape.head_dim * tokens * layers * (runs + min(1.0, past))
     weights = shape.element_bytes * _read_parameters(shape, tokens)
-    compute = attention_flop(shape, tokens, past) / attention_rate + merged / rates.memory
+    compute = attention_flop(shape, tokens, past) / (HELD * rates.attention) + merged / rates.memory
     compute += max(layer_flop(shape, tokens) / rates.matmul, weights / rates.memory)
     compute += traffic_bytes(shape, compiled=compiled) * tokens / rates.memory
     staged = _hosted(kv, sizes, past + tokens) - hosted

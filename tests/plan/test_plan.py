@@ -76,19 +76,19 @@ def test_a_request_that_fits_the_device_is_kept_there_whole() -> None:
     assert "nothing is copied" in result.reasons[2]
 
 
-def test_the_chunk_hides_loads_where_memory_allows() -> None:
+def test_the_chunk_is_as_large_as_wanted_where_memory_allows() -> None:
     result = plan(SMALL, 16, 524_288)
-    assert result.sizes.chunk_tokens == 7168
-    assert "attention hides loads from 6,245 tokens on" in result.reasons[0]
-    assert plan(SEVEN, 24, 524_288).sizes.chunk_tokens == 4096  # 7 query heads a KV head: 1,784 would do
+    assert result.sizes.chunk_tokens == 16_384
+    assert result.reasons[0] == (
+        "chunk 16,384: attention hides loads from 6,245 tokens on, and larger passes start fewer kernels"
+    )
 
 
-def test_a_slower_wire_asks_for_a_larger_chunk() -> None:
-    fast = machine(24).rates
-    assert fast is not None
-    slow = replace(fast, load=25e9)
-    planner = Planner(SMALL, machine(24, rates=slow))
-    assert planner.plan(524_288, 256).sizes.chunk_tokens > 7168
+def test_a_smaller_chunk_is_taken_where_decoding_would_pay_for_the_larger() -> None:
+    short, long = (plan(SEVEN, 24, 131_072, new) for new in (16, 16_384))
+    assert short.sizes.chunk_tokens > long.sizes.chunk_tokens
+    assert short.resident_blocks < long.resident_blocks
+    assert "a larger chunk would take more from the resident blocks than it gains" in long.reasons[0]
 
 
 def test_little_memory_makes_chunk_and_ring_smaller_and_says_so() -> None:
