@@ -48,7 +48,7 @@ def _held(shape: ModelShape, hidden: int) -> int:
 
 
 def _norm(shape: ModelShape) -> int:
-    return _held(shape, 3) + 8 * shape.hidden  # two fp32 copies
+    return _held(shape, 3) + 12 * shape.hidden  # three fp32 copies, where torch has no kernel for it
 
 
 def _attention(shape: ModelShape) -> int:
@@ -81,14 +81,14 @@ def _experts(shape: ModelShape) -> int:
 def traffic_bytes(shape: ModelShape, *, compiled: bool = False) -> int:
     """Device memory read and written per token by everything but attention itself and the weights.
 
-    Eager modules, counted operation by operation: a norm moves 36 bytes a number (six operations in fp32 and back), a
-    rotation 22, gated products 10, a residual 6, plus what matrix products read and write. On a Qwen3-0.6B shape this
-    is 9.9 MB a token, and with the products' own time 0.63 s for 131,072 tokens, where 0.68 s was measured on an H200.
-    Compiled, a norm and a rotation move 4 bytes a number and gated products 6. The delta rule's convolution counts as
-    many as its time comes to in plain torch.
+    Eager modules, counted operation by operation: a norm moves 4 bytes a number (20 if it scales by 1 + weight, in
+    fp32), a rotation 10, gated products 10, a residual 6, plus what matrix products read and write. On a Qwen3-0.6B
+    shape this is 4.3 MB a token, and with the products' own time 0.36 s for 131,072 tokens, where 0.40 s was measured
+    on an H200. Compiled, norms and rotations move 4 bytes a number and gated products 6. The delta rule's convolution
+    counts as many as its time comes to in plain torch.
     """
     attending = shape.count(FULL) + shape.count(WINDOW)
-    norm = 4 if compiled else 36
+    norm = _norm_traffic(shape, compiled)
     total = len(shape.kinds) * (2 * norm + 12 + 4) * shape.hidden + attending * _attention_traffic(shape, compiled)
     if shape.delta is not None:
         values = shape.delta.value_heads * shape.delta.value_dim
@@ -103,9 +103,14 @@ def traffic_bytes(shape: ModelShape, *, compiled: bool = False) -> int:
 
 def _attention_traffic(shape: ModelShape, compiled: bool) -> int:
     queries, keys = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norm, rotation = (4, 4) if compiled else (36, 22)
-    normed = norm * (queries + keys) if shape.query_norm else 0
+    rotation = 4 if compiled else 10
+    normed = _norm_traffic(shape, compiled) * (queries + keys) if shape.query_norm else 0
     return normed + rotation * (queries + keys) + 4 * queries + 12 * keys + 8 * shape.hidden
+
+
+def _norm_traffic(shape: ModelShape, compiled: bool) -> int:
+    """Bytes a number; the models with a delta rule are those whose norms scale by 1 + weight."""
+    return 20 if shape.delta is not None and not compiled else 4
 
 
 def layer_flop(shape: ModelShape, tokens: int) -> float:

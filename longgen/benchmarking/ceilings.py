@@ -78,4 +78,3 @@ def measure_ceilings(device: torch.device, shape: ModelShape, sizes: CeilingSize
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return ceilings
-

@@ -9,9 +9,9 @@ A chunk of c tokens after p earlier ones takes the longest of four things that r
     offloads  bytes of the chunk's own K and V that are not resident / offload rate
     launches  layers * layer seconds + runs read * RUN_PART of them, the host's time to start the kernels
 
-Attention runs at 93% of its rate, which is measured over a moment: in longer work the card's power limit lowers its
-clock. Decoding takes the longest of loads, launches, and reading the active
-weights and all K and V from device memory.
+Attention and matrix products run at 93% of their rates, which are measured over a moment: in longer work the card's
+power limit lowers its clock. Decoding takes the longest of loads, launches, and reading the active weights and all K
+and V from device memory.
 
 Host memory is pinned beside all this, from before the prefill on; no prefill is faster than that.
 """
@@ -27,7 +27,7 @@ from longgen.model_shape import FULL, WINDOW, ModelShape
 
 LAYER_SECONDS = 1.2e-3  # of eager modules: a decode step of 28 layers took 27 to 40 ms on hosts of one kind
 RUN_PART = 0.1  # of a layer's time, to start a load, one attention call and its merge
-HELD = 0.93  # of the attention rate of a moment, what a card at its power limit holds
+HELD = 0.93  # of the FLOP rates of a moment, what a card at its power limit holds
 MERGE_BYTES = 5  # moved per query channel and row to merge one run, by the Triton kernel: two at a time into the sum
 CHUNKS_SUMMED = 256  # longer prompts are summed over this many evenly spaced chunks
 
@@ -168,7 +168,7 @@ def chunk_parts(
     merged = MERGE_BYTES * shape.q_heads * shape.head_dim * tokens * layers * (runs + min(1.0, past))
     weights = shape.element_bytes * _read_parameters(shape, tokens)
     compute = attention_flop(shape, tokens, past) / (HELD * rates.attention) + merged / rates.memory
-    compute += max(layer_flop(shape, tokens) / rates.matmul, weights / rates.memory)
+    compute += max(layer_flop(shape, tokens) / (HELD * rates.matmul), weights / rates.memory)
     compute += traffic_bytes(shape, compiled=compiled) * tokens / rates.memory
     staged = _hosted(kv, sizes, past + tokens) - hosted
     return {

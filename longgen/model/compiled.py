@@ -2,7 +2,7 @@
 
 Each is a few small operations over all tokens, so eager ones are bound by device memory in prefill and by the host in
 decode. Code is compiled for a full chunk and for a single token, each of one shape. Everything else, such as the last
-chunk of a prompt or a batch, runs on transformers' own code. Inductor keeps what it compiled on disk.
+chunk of a prompt or a batch, runs the same code eager. Inductor keeps what it compiled on disk.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from longgen.errors import LongGenError
+from longgen.model.exchange import ROTATION, forward_of, is_norm, rotating_forward, with_rotation
 
-_ROTARY = "apply_rotary_pos_emb"
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -36,11 +36,11 @@ def compile_layers(model: nn.Module, sizes: Collection[int], backend: str | Call
     changed = 0
     for name, module in model.named_modules():
         role = name.rpartition(".")[2]
-        if _is_norm(module) or _is_mlp(module):
-            module.forward = MethodType(compiler.method(role, type(module).forward), module)
+        if is_norm(module) or _is_mlp(module):
+            module.forward = MethodType(compiler.method(role, forward_of(module)), module)
             changed += 1
-        elif (forward := _forward_that_rotates(module)) is not None:
-            module.forward = MethodType(compiler.with_rotary(forward), module)
+        elif (forward := rotating_forward(module)) is not None:
+            module.forward = MethodType(with_rotation(forward, compiler.rotation(forward)), module)
             changed += 1
     return changed
 
@@ -56,14 +56,10 @@ class _Compiler:
         """A `forward(self, x)` of x [1, tokens, ...]."""
         return self._sized(role, forward, tokens=lambda module, x: x.shape[1] if x.ndim > 2 and len(x) == 1 else None)
 
-    def with_rotary(self, forward: FunctionType) -> FunctionType:
-        """An attention module's forward whose rotation of q, k [1, heads, tokens, head_dim] is compiled."""
-        rotate = forward.__globals__[_ROTARY]
-        own = self._sized(_ROTARY, rotate, tokens=lambda q, *_: q.shape[2] if len(q) == 1 else None)
-        names = forward.__globals__ | {_ROTARY: own}
-        copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        copy.__kwdefaults__ = forward.__kwdefaults__
-        return copy
+    def rotation(self, forward: FunctionType) -> Callable[..., Any]:
+        """Of q, k [1, heads, tokens, head_dim], as an attention module's forward applies it."""
+        rotate = forward.__globals__[ROTATION]
+        return self._sized(ROTATION, rotate, tokens=lambda q, *_: q.shape[2] if len(q) == 1 else None)
 
     def _sized(self, role: str, function: Any, *, tokens: Callable[..., int | None]) -> Callable[..., Any]:
         if (role, function) not in self._made:
@@ -87,17 +83,5 @@ class _Compiler:
         return self._made[role, function]
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm")
-
-
 def _is_mlp(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, part, None), nn.Linear) for part in _MLP_PARTS)
-
-
-def _forward_that_rotates(module: nn.Module) -> FunctionType | None:
-    """The undecorated forward of an attention module that applies rotary angles; else None."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    if isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names and _ROTARY in forward.__globals__:
-        return forward
-    return None

