@@ -96,8 +96,10 @@ def test_a_fault_in_one_block_of_one_layer_moves_the_logits(
     """Only the last layer reads the number itself, and positions that are off by one seldom change an answer."""
     needles = magic_numbers(8, seed=0)
     exact_reader.read(one_in_every_block(needles, seed=0))
-    for block, needle in enumerate(needles):
-        check_moved(exact_reader.engine, torch.tensor([list(needle.question.encode())]), block, layer, fault)
+    # All questions, since layer 0 gives far keys so little that of a short text it may be lost in rounding.
+    questions = torch.tensor([list("".join(needle.question for needle in needles).encode())])
+    for block in range(len(needles)):
+        check_moved(exact_reader.engine, questions, block, layer, fault)
 
 
 @pytest.mark.parametrize("fault", SMALL_FAULTS)
