@@ -9,6 +9,7 @@ for a few per cent.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from longgen.costs import estimate_activations
@@ -31,6 +32,7 @@ RINGS = ((4, 16384), (4, 8192), (3, 8192), (2, 8192), (2, 4096), (2, 2048), (2, 
 MOST_PREFILL_DEPTH = 8
 AS_GOOD = 1.03  # times within this factor of the best count as equal
 SEARCH_LIMIT = 1 << 30  # tokens
+MEASURED_BLOCKS = 4  # before the chunk that is measured, each a run: merging their results takes all the memory it may
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class DeviceNeeds:
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Host bytes. kv: blocks; process: Python and libraries; loading: weights on their way to the device, before kv."""
+    """Host bytes. kv: blocks; process: Python and libraries; loading, before kv: weights on their way to the device, or
+    the blocks of a chunk that is measured after them."""
 
     kv: int
     process: int
@@ -161,6 +164,14 @@ class MemoryPlan:
         return max(0, self.kv.blocks_for(self.tokens) - self.resident_blocks) if self.kv.full_layers else 0
 
 
+def halves(tokens: int, block: int) -> list[int]:
+    """`tokens`, half of them and so on down to one block, all whole blocks."""
+    counts = [tokens // block]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return [count * block for count in counts]
+
+
 class Planner:
     """Makes plans for one model on one machine."""
 
@@ -219,9 +230,22 @@ class Planner:
         return Planner(self.model, replace(self.machine, rates=rates), self._options, self._use)
 
     def again(self, plan: MemoryPlan, use: MeasuredUse) -> MemoryPlan:
-        """`plan`, with its chunk size, once it is known what a chunk takes. Raises as `plan`."""
-        options = replace(self._options, chunk_size=plan.sizes.chunk_tokens)
-        return Planner(self.model, self.machine, options, use).plan(plan.prompt, plan.new_tokens)
+        """`plan` once it is known what a chunk takes: with its chunk size, or, if that does not fit after all and was
+        not given, with the largest of its halves that does. Raises as `plan`."""
+        measured = plan.sizes.chunk_tokens
+        smaller = [] if self._options.chunk_size is not None else halves(measured, self._options.block_size)[1:]
+        try:
+            return self._with_chunk(measured, use).plan(plan.prompt, plan.new_tokens)
+        except CapacityError:
+            for chunk in smaller:
+                part = self._activations.bytes(chunk) / self._activations.bytes(measured)
+                planner = self._with_chunk(chunk, replace(use, activations=round(part * use.activations)))
+                with suppress(CapacityError):
+                    return planner.plan(plan.prompt, plan.new_tokens)
+            raise
+
+    def _with_chunk(self, chunk: int, use: MeasuredUse) -> Planner:
+        return Planner(self.model, self.machine, replace(self._options, chunk_size=chunk), use)
 
     def longest_prompt(self, new_tokens: int) -> int:
         """The most prompt tokens that fit with `new_tokens` after them; 0 if none do."""
@@ -263,11 +287,7 @@ class Planner:
         if self._options.chunk_size is not None:
             return [min(self._options.chunk_size, max(1, blocks) * block)]
         wanted = HOST_CHUNK_TOKENS if self.machine.shared else CHUNK_TOKENS
-        count = max(1, min(wanted // block, blocks))
-        counts = [count]
-        while counts[-1] > 1:
-            counts.append(counts[-1] // 2)
-        return [each * block for each in counts]
+        return halves(block * max(1, min(wanted // block, blocks)), block)
 
     def _needs(self, sizes: StoreSizes) -> DeviceNeeds:
         store = sizes.device_bytes(self._kv)
@@ -326,8 +346,12 @@ class Planner:
         return HostNeeds(
             kv=sizes.slots * sizes.host_bytes(self._kv, tokens),
             process=PROCESS_BYTES,
-            loading=0 if self.machine.shared else self.model.weight_bytes,
+            loading=0 if self.machine.shared else max(self.model.weight_bytes, self._measuring_bytes(sizes)),
         )
+
+    def _measuring_bytes(self, sizes: StoreSizes) -> int:
+        """Host memory in which a chunk of these sizes is measured, nothing resident, once the weights are loaded."""
+        return (sizes.chunk_tokens + (MEASURED_BLOCKS + 1) * self._kv.block_size) * self._kv.cached_token_bytes
 
     def _shared_bytes(self, sizes: StoreSizes) -> int:
         """Of the device's bytes, those that are host memory."""
@@ -365,10 +389,15 @@ class Planner:
             return f"{says}: the whole prompt"
         if self.machine.shared:
             return f"{says}: nothing is copied to another device"
+        largest = chunk == self._chunks(self._kv.blocks_for(prompt))[0]
+        if sizes.resident_blocks == self._kv.blocks_for(tokens) or not self.model.count(FULL):
+            return f"{says}: {'larger passes start fewer kernels' if largest else 'what fits'}"
         balance = balanced_chunk(self.model, self._rates)
         hidden = f"attention hides loads from {balance:,.0f} tokens on"
-        if chunk == self._chunks(self._kv.blocks_for(prompt))[0]:
-            return f"{says}: {hidden}, and larger passes start fewer kernels"
+        if largest:
+            return f"{says}: " + (
+                f"{hidden}, and larger passes start fewer kernels" if balance <= chunk else f"the most; {hidden}"
+            )
         if any(self._fits(each) for each in self._candidates(prompt, tokens) if each.chunk_tokens > chunk):
             return f"{says}: {hidden}, but a larger chunk would take more from the resident blocks than it gains"
         return f"{says}: what fits; {hidden}"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from longgen.errors import LongGenError
-from longgen.model.exchange import ROTATION, forward_of, is_norm, rotating_forward, with_rotation
+from longgen.model.exchange import ROTATION, exchanged, is_norm, rotating_forward, with_names
 
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -35,30 +35,43 @@ def compile_layers(model: nn.Module, sizes: Collection[int], backend: str | Call
     compiler = _Compiler(frozenset(sizes), backend)
     changed = 0
     for name, module in model.named_modules():
-        role = name.rpartition(".")[2]
-        if is_norm(module) or _is_mlp(module):
-            module.forward = MethodType(compiler.method(role, forward_of(module)), module)
-            changed += 1
-        elif (forward := rotating_forward(module)) is not None:
-            module.forward = MethodType(with_rotation(forward, compiler.rotation(forward)), module)
+        kind = compiler.kind(module, role=name.rpartition(".")[2])
+        if kind is not None:
+            module.__class__ = kind
             changed += 1
     return changed
 
 
 class _Compiler:
-    """Compiled forms of functions, one for each role."""
+    """Kinds of modules that run on compiled code, one for each role, and compiled forms of their functions."""
 
     def __init__(self, sizes: frozenset[int], backend: str | Callable[..., Any]) -> None:
         self._sizes, self._backend = sizes, backend
+        self._kinds: dict[tuple[Any, str], Any] = {}
         self._made: dict[tuple[str, Any], Callable[..., Any]] = {}
 
-    def method(self, role: str, forward: Any) -> Callable[..., Any]:
+    def kind(self, module: nn.Module, role: str) -> Any:
+        """What modules of this kind and role become; None: what they are."""
+        key = type(module), role
+        if key not in self._kinds:
+            forward = self._forward(module, role)
+            self._kinds[key] = None if forward is None else exchanged(type(module), forward)
+        return self._kinds[key]
+
+    def _forward(self, module: nn.Module, role: str) -> Callable[..., Any] | None:
+        kind: Any = type(module)
+        if is_norm(kind) or _is_mlp(module):
+            return self._method(role, inspect.unwrap(kind.forward))
+        forward = rotating_forward(kind)
+        return None if forward is None else with_names(forward, {ROTATION: self._rotation(forward)})
+
+    def _method(self, role: str, forward: Any) -> Callable[..., Any]:
         """A `forward(self, x)` of x [1, tokens, ...]."""
         return self._sized(role, forward, tokens=lambda module, x: x.shape[1] if x.ndim > 2 and len(x) == 1 else None)
 
-    def rotation(self, forward: FunctionType) -> Callable[..., Any]:
+    def _rotation(self, forward: FunctionType) -> Callable[..., Any]:
         """Of q, k [1, heads, tokens, head_dim], as an attention module's forward applies it."""
-        rotate = forward.__globals__[ROTATION]
+        rotate = inspect.unwrap(forward.__globals__[ROTATION])
         return self._sized(ROTATION, rotate, tokens=lambda q, *_: q.shape[2] if len(q) == 1 else None)
 
     def _sized(self, role: str, function: Any, *, tokens: Callable[..., int | None]) -> Callable[..., Any]:
@@ -79,6 +92,7 @@ class _Compiler:
                     what = " ".join(str(error).split())[:200]
                     raise LongGenError(f"{role} cannot be compiled, leave --compile out: {what}") from error
 
+            chosen.__wrapped__ = function  # type: ignore[attr-defined]
             self._made[role, function] = chosen
         return self._made[role, function]
 

@@ -1,38 +1,44 @@
-"""Where the small operations of transformers' decoder layers can be exchanged for others: norms and rotations."""
+"""How the forward of transformers' modules is exchanged for another, and where norms and rotations are found.
+
+A module becomes one of a subclass with another forward. A forward that is set on the module itself would refer to it,
+and keep its weights alive until the garbage collector runs.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
-
-from torch import nn
 
 ROTATION = "apply_rotary_pos_emb"
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is one of the kinds of RMSNorm."""
-    return type(module).__name__.endswith("RMSNorm")
+class Exchanged:
+    """A kind of module whose forward is not that of transformers."""
 
 
-def forward_of(module: nn.Module) -> Any:
-    """The function that a module's forward is, its own or its type's."""
-    return getattr(module.forward, "__func__", module.forward)
+def exchanged(kind: Any, forward: Any) -> Any:
+    """A kind of module like `kind` but for its forward."""
+    return type(kind.__name__, (kind, Exchanged), {"forward": forward, "__module__": kind.__module__})
 
 
-def rotating_forward(module: nn.Module) -> FunctionType | None:
-    """The undecorated forward of an attention module that applies rotary angles; else None."""
-    forward = inspect.unwrap(forward_of(module))
+def with_names(forward: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """A copy of a function that finds other things under some of its global names."""
+    code, found = forward.__code__, forward.__globals__ | dict(names)
+    copy = FunctionType(code, found, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def is_norm(kind: Any) -> bool:
+    """Whether a kind of module is an RMSNorm of some sort."""
+    return kind.__name__.endswith("RMSNorm")
+
+
+def rotating_forward(kind: Any) -> FunctionType | None:
+    """The undecorated forward of a kind of attention that applies rotary angles; else None."""
+    forward: Any = inspect.unwrap(kind.forward)
     if isinstance(forward, FunctionType) and ROTATION in forward.__code__.co_names and ROTATION in forward.__globals__:
         return forward
     return None
-
-
-def with_rotation(forward: FunctionType, rotate: Callable[..., Any]) -> FunctionType:
-    """A copy of such a forward that applies rotary angles by `rotate`."""
-    names = forward.__globals__ | {ROTATION: rotate}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy

@@ -1,25 +1,27 @@
-"""Norms and rotations in fewer operations than transformers' own modules take, for every pass that is not compiled.
+"""Norms and rotations in fewer operations than transformers' own modules take.
 
 An eager operation reads and writes all tokens once, and a norm is eight of them, a rotation five for q and five for k.
-torch has a norm of one kernel; a rotation here is three operations. Both round once or twice where the modules round
-after each operation. A module is exchanged only if its own code, tried on random rows, gives the same.
+On a GPU torch has a norm of one kernel; a rotation here is three operations. Both round once or twice where the modules
+round after each operation. A kind of module is exchanged only if its own code, tried on random rows, gives the same.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import cache
-from types import MethodType
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longgen.model.exchange import ROTATION, is_norm, rotating_forward, with_rotation
+from longgen.model.exchange import ROTATION, Exchanged, exchanged, is_norm, rotating_forward, with_names
 
 Rotated = tuple[torch.Tensor, torch.Tensor]
+Rotation = Callable[..., Rotated]
+Trial = Callable[[Callable[..., Any]], bool]
 
 _SAMPLE_ROWS, _SAMPLE_DIM = 3, 8
 
@@ -30,27 +32,38 @@ def fuse_layers(model: nn.Module) -> int:
     Returns:
         How many modules were changed.
     """
-    fused_norm, is_rotate = cache(_fused_norm), cache(_is_rotate)
+    fused_kind = cache(_fused_kind)
     changed = 0
     for module in model.modules():
-        forward: Callable[..., Any] | None = None
-        kind: Any = type(module)
-        if is_norm(module):
-            forward = fused_norm(kind)
-        elif (rotating := rotating_forward(module)) is not None and is_rotate(rotating.__globals__[ROTATION]):
-            forward = with_rotation(rotating, rotate)
-        if forward is not None and "forward" not in vars(module):
-            module.forward = MethodType(forward, module)
+        kind: Any = fused_kind(type(module))  # type: ignore[arg-type]
+        if kind is not None:
+            module.__class__ = kind
             changed += 1
     return changed
 
 
-def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """Rotary position embedding (Su et al., RoFormer, 2021) in the order of GPT-NeoX: channel i turns with i + width/2.
+def _fused_kind(kind: Any) -> Any:
+    """What modules of a kind become; None: what they are."""
+    if issubclass(kind, Exchanged):
+        return None
+    if is_norm(kind):
+        norm = _agreeing((_scaling_norm, _shifted_norm), partial(_try_norm, kind))
+        return exchanged(kind, norm) if norm else None
+    forward = rotating_forward(kind)
+    if forward is None:
+        return None
+    rotation = _agreeing((rotate_all, rotate_first), partial(_try_rotation, forward.__globals__[ROTATION]))
+    return exchanged(kind, with_names(forward, {ROTATION: rotation})) if rotation else None
+
+
+def rotate_all(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> Rotated:
+    """Rotary position embedding (Su et al., RoFormer, 2021) in the order of GPT-NeoX: channel i turns with i + D/2.
 
     Args:
-        q, k: [B, heads, n, head_dim].
-        cos, sin: [B, n, width] of the positions, both halves alike; channels from `width` on do not turn.
+        q, k: [B, heads, n, D].
+        cos, sin: [B, n, D] of the positions, both halves alike.
         unsqueeze_dim: where cos and sin lack the heads.
 
     Returns:
@@ -62,13 +75,24 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return _turned(q, *angles), _turned(k, *angles)
 
 
+def rotate_first(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> Rotated:
+    """The same of the first channels alone, as many as cos and sin have."""
+    width = cos.shape[-1]
+    turned = rotate_all(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
+    if width == q.shape[-1]:
+        return turned
+    return torch.cat((turned[0], q[..., width:]), dim=-1), torch.cat((turned[1], k[..., width:]), dim=-1)
+
+
 def _turned(x: torch.Tensor, cos: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """`first` and `second` are what each half of the channels takes of the other."""
-    width, half = cos.shape[-1], first.shape[-1]
-    turned = x[..., :width] * cos
-    turned[..., :half].addcmul_(x[..., half:width], first)
+    half = first.shape[-1]
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], first)
     turned[..., half:].addcmul_(x[..., :half], second)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+    return turned
 
 
 def _scaling_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -85,36 +109,43 @@ def _epsilon(module: Any) -> float:
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
-@torch.no_grad()
-def _fused_norm(kind: Any) -> Callable[..., torch.Tensor] | None:
-    """Which of these is what a kind of norm does; None for another, as one with a gate."""
-    if len(inspect.signature(kind.forward).parameters) != 2:
-        return None
-    module, x = kind(_SAMPLE_DIM, eps=0.1), _sample(_SAMPLE_ROWS, _SAMPLE_DIM)
+def _agreeing(candidates: Sequence[Callable[..., Any]], trial: Trial) -> Callable[..., Any] | None:
+    """The first candidate that a trial finds to do the same; None too where a kind cannot be tried at all."""
+    for candidate in candidates:
+        # Whatever a kind that is not known yet raises means that it is left alone.
+        with suppress(Exception), torch.no_grad(), torch.device("cpu"):
+            if trial(candidate):
+                return candidate
+    return None
+
+
+def _try_norm(kind: Any, norm: Callable[..., torch.Tensor]) -> bool:
+    """Not so where the forward takes more than x, as a gate."""
+    module, x = kind(_SAMPLE_DIM, eps=0.1).float(), _sample(_SAMPLE_ROWS, _SAMPLE_DIM)
     module.weight.copy_(torch.linspace(0.5, 2, _SAMPLE_DIM))
-    expected = module(x)
-    return next((norm for norm in (_scaling_norm, _shifted_norm) if _alike(norm(module, x), expected)), None)
+    return len(inspect.signature(kind.forward).parameters) == 2 and _alike(norm(module, x), module(x))
 
 
-@torch.no_grad()
-def _is_rotate(rotation: Callable[..., Rotated]) -> bool:
-    """Whether a function turns q and k as `rotate` does: all channels, and the first ones alone if it can do that."""
+def _try_rotation(own: Rotation, rotation: Rotation) -> bool:
+    """Of all channels, and of the first ones alone where a function can do that."""
     q, k = _sample(1, 2, _SAMPLE_ROWS, _SAMPLE_DIM), _sample(1, 1, _SAMPLE_ROWS, _SAMPLE_DIM)
-    for width in (_SAMPLE_DIM, _SAMPLE_DIM // 2):
-        cos, sin = (_sample(1, _SAMPLE_ROWS, width // 2).repeat(1, 1, 2) for _ in range(2))
-        try:
-            expected = rotation(q, k, cos, sin)
-        except RuntimeError:  # of shapes that do not match: it turns all channels
-            if width == _SAMPLE_DIM:
-                return False
-            continue
-        if not all(_alike(one, other) for one, other in zip(expected, rotate(q, k, cos, sin), strict=True)):
-            return False
-    return True
+    whole, part = ((_angles(width), _angles(width)) for width in (_SAMPLE_DIM, _SAMPLE_DIM // 2))
+    if not all(map(_alike, own(q, k, *whole), rotation(q, k, *whole))):
+        return False
+    try:
+        expected = own(q, k, *part)
+    except RuntimeError:  # of shapes that do not match
+        return rotation is rotate_all
+    return rotation is rotate_first and all(map(_alike, expected, rotation(q, k, *part)))
+
+
+def _angles(width: int) -> torch.Tensor:
+    """What cos or sin could be: both halves alike."""
+    return _sample(1, _SAMPLE_ROWS, width // 2).repeat(1, 1, 2)
 
 
 def _sample(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32)
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

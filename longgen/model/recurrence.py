@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from longgen.errors import UsageError
+from longgen.model.exchange import exchanged, with_names
 from longgen.model.text_config import HYBRID_TYPES
 
 # What a gated-delta layer's forward calls, and the packages whose kernels transformers puts in their place.
@@ -55,14 +56,12 @@ def _use_torch_functions(module: nn.Module) -> bool:
     forward: Any = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
         return False
-    code, names = forward.__code__, forward.__globals__
-    called = {name: names[name] for name in _FUNCTIONS if name in code.co_names and name in names}
+    names = forward.__globals__
+    called = {name: names[name] for name in _FUNCTIONS if name in forward.__code__.co_names and name in names}
     torch_functions = {name: function.__wrapped__ for name, function in called.items() if _is_wrapped(function)}
     if not called or len(torch_functions) < len(called):
         return False
-    own = FunctionType(code, names | torch_functions, forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = MethodType(own, module)
+    module.__class__ = exchanged(type(module), with_names(forward, torch_functions))
     return True
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from longgen.errors import CheckpointError
-from longgen.model.text_config import head_dim
+from longgen.model.text_config import HYBRID_TYPES, head_dim
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "yarn")
 _WINDOW = "original_max_position_embeddings"
@@ -52,6 +52,11 @@ def _check_numbers(config: Any) -> None:
     size, dim = head_dim(config), _rotary_dim(config)
     if not 2 <= dim <= size or dim % 2:
         raise CheckpointError(f"rotary angles for {dim} of a head's {size} numbers are not possible: it must be even")
+    if dim != size and config.model_type not in HYBRID_TYPES:
+        raise CheckpointError(
+            f"partial_rotary_factor is {parameters['partial_rotary_factor']} in config.json's rotary settings, but "
+            f"models of type {config.model_type} turn whole heads; remove it"
+        )
     section = parameters.get("mrope_section")
     if section is not None and not (
         isinstance(section, list) and len(section) == 3 and all(isinstance(pairs, int) for pairs in section)

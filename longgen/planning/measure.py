@@ -1,4 +1,4 @@
-"""Measures what a device does in a second: copies, attention, matrix products, memory. A second or two in all."""
+"""Measures what a device does in a second: copies, attention, matrix products, memory. A few seconds in all."""
 
 from __future__ import annotations
 

@@ -15,14 +15,13 @@ import torch
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import DeviceBudget
 from longgen.kv.extents import ExtentCutter
-from longgen.kv.plan import MeasuredUse, MemoryPlan, Planner
+from longgen.kv.plan import MEASURED_BLOCKS, MeasuredUse, MemoryPlan, Planner
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider
 from longgen.planning.measure import timed
 from longgen.shortage import shortage_reported
 
-MEASURED_BLOCKS = 4  # before the chunk, each a run: enough that merging their results takes all the memory it may
 STEPS = 3  # whose time is taken; the median counts
 
 

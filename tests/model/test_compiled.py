@@ -69,6 +69,14 @@ def test_logits_are_those_of_the_modules_and_few_versions_are_compiled(build: Bu
     assert counted.graphs == graphs
 
 
+def test_compiling_again_takes_the_place_of_what_was_compiled(build: Build) -> None:
+    first, second = Counted(), Counted()
+    provider, store = load(build("qwen3"))
+    assert compile_layers(provider.model, (CHUNK, 1), first) == compile_layers(provider.model, (CHUNK,), second)
+    feed(provider, store, IDS, SIZES)
+    assert not first.calls and second.calls
+
+
 def test_only_the_model_that_is_named_is_changed(build: Build) -> None:
     folder, counted = build("qwen3"), Counted()
     compile_layers(load(folder)[0].model, (CHUNK, 1), counted)

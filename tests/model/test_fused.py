@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -13,8 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as apply_partly
 
-from longgen.model.exchange import ROTATION, forward_of, is_norm, rotating_forward
-from longgen.model.fused import fuse_layers, rotate
+from longgen.model.exchange import ROTATION, Exchanged, is_norm, rotating_forward
+from longgen.model.fused import fuse_layers, rotate_all, rotate_first
 from longgen.model.provider import Provider
 from tests.checkpoints import DENSE_TYPES, HYBRID_TYPES, Build, random_ids
 from tests.model.running import feed, load
@@ -25,7 +27,9 @@ IDS, SIZES = random_ids(88), (64, 23, 1)
 def unfused(provider: Provider) -> Provider:
     """The same model on transformers' own norms and rotations."""
     for module in provider.model.modules():
-        vars(module).pop("forward", None)
+        kind: Any = type(module)
+        if issubclass(kind, Exchanged) and (is_norm(kind) or rotating_forward(kind)):
+            module.__class__ = kind.__bases__[0]
     return provider
 
 
@@ -41,37 +45,64 @@ def test_logits_are_those_of_the_modules(build: Build, model_type: str) -> None:
 @pytest.mark.parametrize("model_type", [*DENSE_TYPES, *HYBRID_TYPES])
 def test_every_norm_without_a_gate_and_every_rotation_is_exchanged(build: Build, model_type: str) -> None:
     model = load(build(model_type))[0].model
-    plain = [m for m in model.modules() if is_norm(m) and len(inspect.signature(type(m).forward).parameters) == 2]
-    attending = [m for m in model.modules() if rotating_forward(m) is not None]
-    assert len(plain) > 2 and attending
-    assert all("forward" in vars(module) for module in plain + attending)
-    assert all(forward_of(module).__globals__[ROTATION] is rotate for module in attending)
+    kinds = [type(module) for module in model.modules()]
+    plain = [kind for kind in kinds if is_norm(kind) and len(inspect.signature(kind.forward).parameters) == 2]
+    rotating = [forward for kind in kinds if (forward := rotating_forward(kind))]
+    assert len(plain) > 2 and rotating
+    assert all(issubclass(kind, Exchanged) for kind in plain)
+    expected = rotate_first if model_type in HYBRID_TYPES else rotate_all
+    assert all(forward.__globals__[ROTATION] is expected for forward in rotating)
 
 
 def test_what_was_exchanged_already_is_left_alone(build: Build) -> None:
     model = load(build("qwen3"))[0].model
+    kinds = [type(module) for module in model.modules()]
     assert fuse_layers(model) == 0
-    norm: Any = model.get_submodule("model.norm")
-    norm.forward = own = lambda x: x
-    fuse_layers(model)
-    assert norm.forward is own
+    assert [type(module) for module in model.modules()] == kinds
 
 
-class Doubling(Qwen3RMSNorm):
-    """A norm of another kind."""
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text"])
+def test_a_model_is_gone_with_its_last_reference(build: Build, model_type: str) -> None:
+    provider, _ = load(build(model_type))
+    weights = [weakref.ref(weight) for weight in provider.model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del provider, _
+        assert not [weight for weight in weights if weight() is not None]
+    finally:
+        gc.enable()
+
+
+class DoublingRMSNorm(Qwen3RMSNorm):
+    """A norm that scales otherwise."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(hidden_states)
 
 
-class DoublingRMSNorm(Doubling):
-    """Named as norms are."""
+class PlainRMSNorm(nn.Module):
+    """A norm that is made otherwise."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states / hidden_states.norm(dim=-1, keepdim=True)
 
 
-def test_a_norm_of_another_kind_is_left_alone() -> None:
-    model = nn.Sequential(Qwen3RMSNorm(8), DoublingRMSNorm(8))
+def test_norms_of_other_kinds_are_left_alone() -> None:
+    model = nn.Sequential(Qwen3RMSNorm(8), DoublingRMSNorm(8), PlainRMSNorm())
     assert fuse_layers(model) == 1
-    assert "forward" in vars(model[0]) and "forward" not in vars(model[1])
+    assert [isinstance(module, Exchanged) for module in model] == [True, False, False]
+
+
+def test_the_defaults_of_the_process_change_nothing() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = nn.Sequential(Qwen3RMSNorm(8), Qwen3_5RMSNorm(8))
+            assert fuse_layers(model) == 2
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, Qwen3_5RMSNorm])
@@ -91,15 +122,18 @@ def test_norms_in_bfloat16_are_at_least_as_exact(kind: Any) -> None:
     assert after <= 1.001 * before
 
 
-@pytest.mark.parametrize(("width", "rotation"), [(16, apply_rotary_pos_emb), (16, apply_partly), (4, apply_partly)])
+@pytest.mark.parametrize(
+    ("width", "own", "rotation"),
+    [(16, apply_rotary_pos_emb, rotate_all), (16, apply_partly, rotate_first), (4, apply_partly, rotate_first)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotations_turn_the_same_channels(width: int, rotation: Any, dtype: torch.dtype) -> None:
+def test_rotations_turn_the_same_channels(width: int, own: Any, rotation: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 30, 16, dtype=dtype), torch.randn(2, 2, 30, 16, dtype=dtype)
     angles = torch.randn(2, 30, width // 2).repeat(1, 1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
-    for turned, expected in zip(rotate(q, k, cos, sin), rotation(q, k, cos, sin), strict=True):
+    for turned, expected in zip(rotation(q, k, cos, sin), own(q, k, cos, sin), strict=True):
         torch.testing.assert_close(turned, expected, atol=tolerance, rtol=tolerance)
         assert torch.equal(turned[..., width:], expected[..., width:])
 
@@ -121,5 +155,5 @@ def test_a_rotation_takes_fewer_operations() -> None:
     with Operations() as plain:
         apply_rotary_pos_emb(q, k, cos, sin)
     with Operations() as fused:
-        rotate(q, k, cos, sin)
+        rotate_all(q, k, cos, sin)
     assert (plain.count, fused.count) == (10, 7)

@@ -66,6 +66,13 @@ def test_equals_transformers_at_short_positions(model_type: str, rope: dict[str,
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
 
 
+def test_part_of_a_head_is_turned_only_by_models_that_can() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"partial_rotary_factor is 0\.5 .* models of type qwen3 turn whole heads"
+    ):
+        check_rope(text_config("qwen3", partial_rotary_factor=0.5))
+
+
 def test_partial_rotary_turns_only_a_part_of_the_head() -> None:
     config = text_config("qwen3_next", partial_rotary_factor=0.25)
     cos, _ = ExactRotary(config, CPU)(torch.ones(1), torch.arange(4)[None])

@@ -44,3 +44,12 @@ def test_every_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = measure_rates(torch.device("cpu"), SLIDING)
     assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory, rates.pin) > 0
     assert rates.source == "measured here"
+
+
+def test_of_rates_on_the_cores_the_best_counts_and_modules_reach_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rising in (("attention", (1.0, 3.0, 2.0)), ("matmul", (5.0, 6.0, 7.0)), ("memory", (9.0, 10.0, 8.0))):
+        measured = iter(rising)
+        monkeypatch.setattr(f"longgen.planning.measure.measure_{name}", lambda *_, of=measured: next(of))
+    monkeypatch.setattr("longgen.planning.measure.COPY_BYTES", 1 << 16)
+    rates = measure_rates(torch.device("cpu"), SLIDING)
+    assert (rates.attention, rates.matmul, rates.memory) == (3.0, 7.0, 6.5)

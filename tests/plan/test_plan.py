@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,21 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.layout import KVLayout
-from longgen.kv.plan import RUNTIME_BYTES, SEARCH_LIMIT, SPARE_PART, MeasuredUse, MemoryPlan, Planner, PlanOptions
+from longgen.kv.plan import (
+    MEASURED_BLOCKS,
+    RUNTIME_BYTES,
+    SEARCH_LIMIT,
+    SPARE_PART,
+    MeasuredUse,
+    MemoryPlan,
+    Planner,
+    PlanOptions,
+)
+from longgen.kv.predict import reference_rates
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
-from longgen.model_shape import ModelShape
+from longgen.model_shape import WINDOW, ModelShape
 from longgen.planning.plans import correction
 from tests.plan.machines import GIB
 from tests.plan.shapes import SEVEN, SLIDING, SMALL, machine
@@ -83,6 +94,16 @@ def test_the_chunk_is_as_large_as_wanted_where_memory_allows() -> None:
     )
 
 
+def test_reasons_speak_of_loads_only_where_there_are_any() -> None:
+    assert plan(SMALL, 80, 131_072).reasons[0] == "chunk 16,384: larger passes start fewer kernels"
+    assert plan(replace(SMALL, kinds=(WINDOW,) * 28, window=512), 24, 131_072).reasons[0] == (
+        "chunk 16,384: larger passes start fewer kernels"
+    )
+    rates = replace(reference_rates(128), load=8e9)
+    slow = Planner(SMALL, machine(16, rates=rates)).plan(524_288, 256)
+    assert slow.reasons[0] == "chunk 16,384: the most; attention hides loads from 43,250 tokens on"
+
+
 def test_a_smaller_chunk_is_taken_where_decoding_would_pay_for_the_larger() -> None:
     short, long = (plan(SEVEN, 24, 131_072, new) for new in (16, 16_384))
     assert short.sizes.chunk_tokens > long.sizes.chunk_tokens
@@ -119,6 +140,26 @@ def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused() -> None:
 def test_without_a_known_device_no_block_is_said_to_be_on_it() -> None:
     result = plan(SMALL, None, 65_536)
     assert result.reasons[2] == "no block of 65 a layer is counted on the device, whose memory is not known"
+
+
+def test_what_is_measured_and_does_not_fit_is_planned_with_a_smaller_chunk() -> None:
+    planner = Planner(SEVEN, machine(16.2))
+    before = planner.plan(524_288, 256)
+    use = MeasuredUse(runtime=before.device.runtime, allocator=before.device.allocator, activations=1 << 30)
+    after = planner.again(before, use)
+    assert after.sizes.chunk_tokens == before.sizes.chunk_tokens // 2
+    assert 1 << 28 < after.device.activations < 1 << 30
+    assert after.device.total <= 16.2 * GIB
+    given = Planner(SEVEN, machine(16.2), PlanOptions(chunk_size=before.sizes.chunk_tokens))
+    with pytest.raises(CapacityError):
+        given.again(given.plan(524_288, 256), use)
+
+
+def test_a_chunk_is_measured_within_what_the_host_has_for_loading() -> None:
+    result = plan(SMALL, 24, 524_288)
+    blocks = 16 + MEASURED_BLOCKS + 1  # a chunk, what comes before it and the open block
+    assert result.host.loading == blocks * 1024 * 114_688 > SMALL.weight_bytes
+    assert plan(SEVEN, 24, 524_288).host.loading == SEVEN.weight_bytes
 
 
 def test_measured_activations_take_the_place_of_the_estimate() -> None:

@@ -38,6 +38,26 @@ def test_compiled_modules_move_less_and_prefill_alone_is_faster_for_it() -> None
     assert eager.decode_rate == compiled.decode_rate
 
 
+def test_merging_moves_what_the_kernel_reads_and_writes() -> None:
+    """Two parts in bf16 and the fp32 sum, read and written: 12 bytes a query channel for two runs."""
+    sizes, past = StoreSizes(chunk_tokens=8192), 16 * 16_384  # 16 runs, and the chunk itself
+    rates = replace(RATES, attention=1e30, matmul=1e30)
+    merged = [chunk_parts(SMALL, SMALL.kv(1024), sizes, rates, 8192, tokens)["compute"] for tokens in (past, 0)]
+    per_run = (merged[0] - merged[1]) * rates.memory / (28 * 16 * 128 * 8192 * 17)
+    assert 4 <= per_run <= 6
+
+
+def test_norms_that_scale_by_one_plus_their_weight_move_more() -> None:
+    hybrid = find_shape("qwen3.5-0.8b")
+    assert hybrid.delta is not None
+    attending = hybrid.count("full") * (8 + 2) * 256  # numbers of q and k
+    numbers = 24 * 2 * 1024 + attending
+    saved = (
+        16 * numbers + 6 * attending + 4 * 24 * 3584
+    )  # norms at 4 bytes, rotations at 4 for 10, products at 6 for 10
+    assert traffic_bytes(hybrid) - traffic_bytes(hybrid, compiled=True) == saved
+
+
 def test_long_prefills_take_the_time_that_was_measured() -> None:
     """Seconds of eager runs on an H200 with flash-attn-3, whose rate of a moment is 740 TFLOP/s."""
     rates = replace(RATES, attention=740e12, matmul=780e12, pin=1e12)
