@@ -28,7 +28,8 @@ ALLOCATOR_PART = 50  # a fiftieth of what torch allocates is lost to rounding an
 PROCESS_BYTES = 1 << 30  # host memory of Python, torch and CUDA beside the KV cache
 CHUNK_TOKENS = 16384  # wanted on a GPU: smaller ones leave it waiting for loads and for kernels to start
 HOST_CHUNK_TOKENS = 4096  # wanted where the device is the host's own processor, which waits for neither
-RINGS = ((4, 16384), (4, 8192), (3, 8192), (2, 8192), (2, 4096), (2, 2048), (2, 1024))  # (entries, tokens in each)
+# (entries, tokens in each). Longer runs are merged less often: 32K instead of 16K save 1% of a prefill.
+RINGS = ((4, 32768), (4, 16384), (4, 8192), (3, 8192), (2, 8192), (2, 4096), (2, 2048), (2, 1024))
 MOST_PREFILL_DEPTH = 8
 AS_GOOD = 1.03  # times within this factor of the best count as equal
 SEARCH_LIMIT = 1 << 30  # tokens
