@@ -16,11 +16,11 @@ from longgen.costs import estimate_activations
 from longgen.errors import CapacityError
 from longgen.kv.budget import DeviceBudget, HostBudget
 from longgen.kv.predict import Prediction, Rates, balanced_chunk, predict, reference_rates
+from longgen.kv.reasons import ChunkReason, ResidentReason, ring_reason
 from longgen.kv.refusals import device_refusal, host_refusal, what_to_do
 from longgen.kv.shape import KVShape
 from longgen.kv.sizes import DeviceBytes, StoreSizes, check_chunk
 from longgen.model_shape import FULL, ModelShape
-from longgen.units import show_bytes, show_length
 
 RUNTIME_BYTES = 768 << 20  # CUDA context, kernels, workspaces of cuBLAS and cuDNN
 SPARE_PART = 32  # a thirty-second of the device is left free of resident blocks: library workspaces, page tables, gaps
@@ -99,16 +99,22 @@ class DeviceNeeds:
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Host bytes. kv: blocks; process: Python and libraries; loading, before kv: weights on their way to the device, or
-    the blocks of a chunk that is measured after them."""
+    """Host bytes. process: Python and libraries; loading: weights on their way to the device; measuring: blocks of the
+    chunk that is measured then; kv: blocks of the request. The last three are not there at once."""
 
     kv: int
     process: int
     loading: int
+    measuring: int
+
+    @property
+    def first(self) -> int:
+        """What is there before the request's own blocks must be."""
+        return max(self.loading, self.measuring)
 
     @property
     def total(self) -> int:
-        return self.process + max(self.kv, self.loading)
+        return self.process + max(self.kv, self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,7 @@ class MemoryPlan:
         budget, device = self.machine.host, self.device.total if self.machine.shared else 0
         if budget is None:
             return self.host.kv
-        return max(0, min(self.host.kv, budget.usable - self.host.process - self.host.loading - device))
+        return max(0, min(self.host.kv, budget.usable - self.host.process - self.host.first - device))
 
     @property
     def host_blocks(self) -> int:
@@ -347,11 +353,12 @@ class Planner:
         return HostNeeds(
             kv=sizes.slots * sizes.host_bytes(self._kv, tokens),
             process=PROCESS_BYTES,
-            loading=0 if self.machine.shared else max(self.model.weight_bytes, self._measuring_bytes(sizes)),
+            loading=0 if self.machine.shared else self.model.weight_bytes,
+            measuring=0 if self.machine.shared else self._measuring_bytes(sizes),
         )
 
     def _measuring_bytes(self, sizes: StoreSizes) -> int:
-        """Host memory in which a chunk of these sizes is measured, nothing resident, once the weights are loaded."""
+        """Of a chunk of these sizes that is measured, of the blocks before it and of a token after it, all hosted."""
         return (sizes.chunk_tokens + (MEASURED_BLOCKS + 1) * self._kv.block_size) * self._kv.cached_token_bytes
 
     def _shared_bytes(self, sizes: StoreSizes) -> int:
@@ -376,48 +383,24 @@ class Planner:
         return host_refusal(request, self._host_needs(sizes, tokens), self._shared_bytes(sizes), host, advice)
 
     def _reasons(self, sizes: StoreSizes, prompt: int, tokens: int) -> tuple[str, ...]:
-        return (
-            self._chunk_reason(sizes, prompt, tokens),
-            self._ring_reason(sizes),
-            self._resident_reason(sizes, tokens),
+        kv, options, attends = self._kv, self._options, self.model.count(FULL) > 0
+        total = kv.blocks_for(tokens)
+        chunk = ChunkReason(
+            chunk=sizes.chunk_tokens,
+            prompt=prompt,
+            given=sizes.chunk_tokens == options.chunk_size,
+            largest=sizes.chunk_tokens == self._chunks(kv.blocks_for(prompt))[0],
+            larger_fits=any(
+                self._fits(each) for each in self._candidates(prompt, tokens) if each.chunk_tokens > sizes.chunk_tokens
+            ),
+            shared=self.machine.shared,
+            hidden_from=balanced_chunk(self.model, self._rates) if attends and sizes.resident_blocks != total else None,
         )
-
-    def _chunk_reason(self, sizes: StoreSizes, prompt: int, tokens: int) -> str:
-        chunk, says = sizes.chunk_tokens, f"chunk {sizes.chunk_tokens:,}"
-        if chunk == self._options.chunk_size:
-            return f"{says}: given"
-        if chunk >= prompt:
-            return f"{says}: the whole prompt"
-        if self.machine.shared:
-            return f"{says}: nothing is copied to another device"
-        largest = chunk == self._chunks(self._kv.blocks_for(prompt))[0]
-        if sizes.resident_blocks == self._kv.blocks_for(tokens) or not self.model.count(FULL):
-            return f"{says}: {'larger passes start fewer kernels' if largest else 'what fits'}"
-        balance = balanced_chunk(self.model, self._rates)
-        hidden = f"attention hides loads from {balance:,.0f} tokens on"
-        if largest:
-            return f"{says}: " + (
-                f"{hidden}, and larger passes start fewer kernels" if balance <= chunk else f"the most; {hidden}"
-            )
-        if any(self._fits(each) for each in self._candidates(prompt, tokens) if each.chunk_tokens > chunk):
-            return f"{says}: {hidden}, but a larger chunk would take more from the resident blocks than it gains"
-        return f"{says}: what fits; {hidden}"
-
-    def _ring_reason(self, sizes: StoreSizes) -> str:
-        run = show_length(sizes.run_blocks * self._kv.block_size)
-        entry = show_bytes(sizes.run_blocks * self._kv.block_bytes)
-        return f"ring {sizes.ring_entries} x {run} tokens ({entry} each)"
-
-    def _resident_reason(self, sizes: StoreSizes, tokens: int) -> str:
-        blocks = sizes.resident_blocks
-        assert isinstance(blocks, int)
-        total = self._kv.blocks_for(tokens)
-        if not self.model.count(FULL):
-            return "no layer keeps all tokens"
-        if blocks >= total:
-            return "all of the KV cache stays on the device: nothing is copied"
-        if self._options.resident_blocks is not None:
-            return f"{blocks:,} of {total:,} blocks a layer stay on the device: given"
-        if self._room is None:
-            return f"no block of {total:,} a layer is counted on the device, whose memory is not known"
-        return f"{blocks:,} of {total:,} blocks a layer stay on the device: what is left of its memory"
+        resident = ResidentReason(
+            blocks=min(sizes.resident_by_layer(kv).values(), default=0),
+            total=total,
+            given=options.resident_blocks is not None,
+            known=self._room is not None,
+            attends=attends,
+        )
+        return chunk.text(), ring_reason(sizes, kv), resident.text()

@@ -40,10 +40,14 @@ def host_refusal(request: str, needs: HostNeeds, device: int, budget: HostBudget
 
     device: bytes of weights, activations and buffers that are in it too.   request, advice: as for `device_refusal`.
     """
-    loading = needs.loading > needs.kv
+    in_turn = {
+        "for the KV cache": needs.kv,
+        "for the weights while they are loaded": needs.loading,
+        "for the chunk that is measured then": needs.measuring,
+    }
+    largest = max(in_turn, key=lambda name: in_turn[name])
     parts = {
-        "for the KV cache": 0 if loading else needs.kv,
-        "for the weights while they are loaded": needs.loading if loading else 0,
+        largest: in_turn[largest],
         "for the process": needs.process,
         "for weights, activations and buffers": device,
     }

@@ -206,7 +206,7 @@ def test_host_memory_is_begun_as_far_as_it_fits_beside_the_weights(monkeypatch: 
     assert sum(begun(monkeypatch, roomy, 20_000)) == roomy.sizes.host_bytes(roomy.kv, 20_000)  # the first is shorter
     tight = Planner(SMALL, machine(24, 12), options).plan(100_000, 10)
     early = sum(begun(monkeypatch, tight, tight.tokens))
-    assert tight.host.kv > tight.early_host_bytes == 12 * GIB - tight.host.process - tight.host.loading
+    assert tight.host.kv > tight.early_host_bytes == 12 * GIB - tight.host.process - tight.host.first
     assert tight.early_host_bytes - (256 << 20) < early <= tight.early_host_bytes
 
 

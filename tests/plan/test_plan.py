@@ -158,8 +158,10 @@ def test_what_is_measured_and_does_not_fit_is_planned_with_a_smaller_chunk() -> 
 def test_a_chunk_is_measured_within_what_the_host_has_for_loading() -> None:
     result = plan(SMALL, 24, 524_288)
     blocks = 16 + MEASURED_BLOCKS + 1  # a chunk, what comes before it and the open block
-    assert result.host.loading == blocks * 1024 * 114_688 > SMALL.weight_bytes
-    assert plan(SEVEN, 24, 524_288).host.loading == SEVEN.weight_bytes
+    assert result.host.measuring == result.host.first == blocks * 1024 * 114_688 > SMALL.weight_bytes
+    assert plan(SEVEN, 24, 524_288).host.first == SEVEN.weight_bytes
+    with pytest.raises(CapacityError, match=r"host memory \(2\.30 GiB for the chunk that is measured then"):
+        Planner(SMALL, machine(24, 3), PlanOptions(chunk_size=16_384)).plan(20_000, 16)
 
 
 def test_measured_activations_take_the_place_of_the_estimate() -> None:
