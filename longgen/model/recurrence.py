@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from longgen.errors import UsageError
-from longgen.model.exchange import exchanged, with_names
+from longgen.model.exchange import Exchanged, exchanged, with_names
 from longgen.model.text_config import HYBRID_TYPES
 
 # What a gated-delta layer's forward calls, and the packages whose kernels transformers puts in their place.
@@ -53,15 +53,18 @@ def use_torch_code(model: nn.Module) -> None:
 
 def _use_torch_functions(module: nn.Module) -> bool:
     """Whether `module` calls any of _FUNCTIONS; its forward then calls their torch code."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    kind: Any = type(module)
+    forward: Any = inspect.unwrap(kind.forward)
     if not isinstance(forward, FunctionType):
         return False
     names = forward.__globals__
     called = {name: names[name] for name in _FUNCTIONS if name in forward.__code__.co_names and name in names}
+    if called and issubclass(kind, Exchanged):
+        return True  # for another provider over the same weights
     torch_functions = {name: function.__wrapped__ for name, function in called.items() if _is_wrapped(function)}
     if not called or len(torch_functions) < len(called):
         return False
-    module.__class__ = exchanged(type(module), with_names(forward, torch_functions))
+    module.__class__ = exchanged(kind, with_names(forward, torch_functions))
     return True
 
 

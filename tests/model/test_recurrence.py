@@ -11,6 +11,7 @@ import torch
 
 from longgen.errors import UsageError
 from longgen.model.checkpoint import load_model, read_config
+from longgen.model.exchange import Exchanged
 from longgen.model.recurrence import slow_recurrence_note, use_torch_code
 from tests.checkpoints import HYBRID_TYPES, Build
 
@@ -29,7 +30,19 @@ def test_the_forward_of_one_model_calls_torch_functions(build: Build, model_type
     library = vars(sys.modules[type(recurrent_layer(model)).__module__])
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
         assert names[name] is library[name].__wrapped__
-    assert "forward" not in vars(recurrent_layer(other))
+    assert not isinstance(recurrent_layer(other), Exchanged)
+
+
+def test_another_provider_over_the_same_model_leaves_it_as_it_is(
+    build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = load_model(build("qwen3_next"), torch.float32, CPU)
+    use_torch_code(model)
+    kind = type(recurrent_layer(model))
+    (tmp_path / "fla.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    use_torch_code(model)
+    assert issubclass(kind, Exchanged) and type(recurrent_layer(model)) is kind
 
 
 def test_kernels_that_cannot_be_avoided_are_refused(
