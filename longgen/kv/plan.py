@@ -9,7 +9,6 @@ for a few per cent.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from longgen.costs import estimate_activations
@@ -171,14 +170,6 @@ class MemoryPlan:
         return max(0, self.kv.blocks_for(self.tokens) - self.resident_blocks) if self.kv.full_layers else 0
 
 
-def halves(tokens: int, block: int) -> list[int]:
-    """`tokens`, half of them and so on down to one block, all whole blocks."""
-    counts = [tokens // block]
-    while counts[-1] > 1:
-        counts.append(counts[-1] // 2)
-    return [count * block for count in counts]
-
-
 class Planner:
     """Makes plans for one model on one machine."""
 
@@ -239,20 +230,16 @@ class Planner:
     def again(self, plan: MemoryPlan, use: MeasuredUse) -> MemoryPlan:
         """`plan` once it is known what a chunk takes: with its chunk size, or, if that does not fit after all and was
         not given, with the largest of its halves that does. Raises as `plan`."""
-        measured = plan.sizes.chunk_tokens
-        smaller = [] if self._options.chunk_size is not None else halves(measured, self._options.block_size)[1:]
-        try:
-            return self._with_chunk(measured, use).plan(plan.prompt, plan.new_tokens)
-        except CapacityError:
-            for chunk in smaller:
-                part = self._activations.bytes(chunk) / self._activations.bytes(measured)
-                planner = self._with_chunk(chunk, replace(use, activations=round(part * use.activations)))
-                with suppress(CapacityError):
-                    return planner.plan(plan.prompt, plan.new_tokens)
-            raise
-
-    def _with_chunk(self, chunk: int, use: MeasuredUse) -> Planner:
-        return Planner(self.model, self.machine, replace(self._options, chunk_size=chunk), use)
+        measured, refusals = plan.sizes.chunk_tokens, []
+        for chunk in (each for each in self._chunks(self._kv.blocks_for(plan.prompt)) if each <= measured):
+            part = self._activations.bytes(chunk) / self._activations.bytes(measured)
+            scaled = replace(use, activations=round(part * use.activations))
+            try:
+                planner = Planner(self.model, self.machine, replace(self._options, chunk_size=chunk), scaled)
+                return planner.plan(plan.prompt, plan.new_tokens)
+            except CapacityError as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
 
     def longest_prompt(self, new_tokens: int) -> int:
         """The most prompt tokens that fit with `new_tokens` after them; 0 if none do."""
@@ -294,7 +281,10 @@ class Planner:
         if self._options.chunk_size is not None:
             return [min(self._options.chunk_size, max(1, blocks) * block)]
         wanted = HOST_CHUNK_TOKENS if self.machine.shared else CHUNK_TOKENS
-        return halves(block * max(1, min(wanted // block, blocks)), block)
+        counts = [max(1, min(wanted // block, blocks))]
+        while counts[-1] > 1:
+            counts.append(counts[-1] // 2)
+        return [count * block for count in counts]
 
     def _needs(self, sizes: StoreSizes) -> DeviceNeeds:
         store = sizes.device_bytes(self._kv)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from longgen.errors import LongGenError
-from longgen.model.exchange import ROTATION, exchanged, is_norm, rotating_forward, with_names
+from longgen.model.exchange import ROTATION, exchange, exchanged, is_norm, rotating_forward, with_names
 
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -33,22 +33,15 @@ def compile_layers(model: nn.Module, sizes: Collection[int], backend: str | Call
         How many modules were changed. What cannot be compiled is a LongGenError of the first pass that needs it.
     """
     compiler = _Compiler(frozenset(sizes), backend)
-    changed = 0
-    for name, module in model.named_modules():
-        kind = compiler.kind(module, role=name.rpartition(".")[2])
-        if kind is not None:
-            module.__class__ = kind
-            changed += 1
-    return changed
+    return exchange(model, lambda name, module: compiler.kind(module, role=name.rpartition(".")[2]))
 
 
 class _Compiler:
-    """Kinds of modules that run on compiled code, one for each role, and compiled forms of their functions."""
+    """Kinds of modules that run on compiled code, one for each role."""
 
     def __init__(self, sizes: frozenset[int], backend: str | Callable[..., Any]) -> None:
         self._sizes, self._backend = sizes, backend
         self._kinds: dict[tuple[Any, str], Any] = {}
-        self._made: dict[tuple[str, Any], Callable[..., Any]] = {}
 
     def kind(self, module: nn.Module, role: str) -> Any:
         """What modules of this kind and role become; None: what they are."""
@@ -75,26 +68,23 @@ class _Compiler:
         return self._sized(ROTATION, rotate, tokens=lambda q, *_: q.shape[2] if len(q) == 1 else None)
 
     def _sized(self, role: str, function: Any, *, tokens: Callable[..., int | None]) -> Callable[..., Any]:
-        if (role, function) not in self._made:
-            plain = inspect.unwrap(function)
-            # Code of its own, since torch counts the versions it compiles of each code and gives up after a few.
-            code = plain.__code__.replace(co_name=f"{role}_compiled")
-            copy = FunctionType(code, plain.__globals__, role, plain.__defaults__, plain.__closure__)
-            copy.__kwdefaults__ = plain.__kwdefaults__
-            compiled, sizes = torch.compile(copy, dynamic=False, fullgraph=True, backend=self._backend), self._sizes
+        # Code of its own, since torch counts the versions it compiles of each code and gives up after a few.
+        code = function.__code__.replace(co_name=f"{role}_compiled")
+        copy = FunctionType(code, function.__globals__, role, function.__defaults__, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        compiled, sizes = torch.compile(copy, dynamic=False, fullgraph=True, backend=self._backend), self._sizes
 
-            def chosen(*arguments: Any) -> Any:
-                if tokens(*arguments) not in sizes:
-                    return function(*arguments)
-                try:
-                    return compiled(*arguments)
-                except torch._dynamo.exc.TorchDynamoException as error:
-                    what = " ".join(str(error).split())[:200]
-                    raise LongGenError(f"{role} cannot be compiled, leave --compile out: {what}") from error
+        def chosen(*arguments: Any) -> Any:
+            if tokens(*arguments) not in sizes:
+                return function(*arguments)
+            try:
+                return compiled(*arguments)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                what = " ".join(str(error).split())[:200]
+                raise LongGenError(f"{role} cannot be compiled, leave --compile out: {what}") from error
 
-            chosen.__wrapped__ = function  # type: ignore[attr-defined]
-            self._made[role, function] = chosen
-        return self._made[role, function]
+        chosen.__wrapped__ = function  # type: ignore[attr-defined]
+        return chosen
 
 
 def _is_mlp(module: nn.Module) -> bool:

@@ -7,9 +7,11 @@ and keep its weights alive until the garbage collector runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 ROTATION = "apply_rotary_pos_emb"
 
@@ -21,6 +23,21 @@ class Exchanged:
 def exchanged(kind: Any, forward: Any) -> Any:
     """A kind of module like `kind` but for its forward."""
     return type(kind.__name__, (kind, Exchanged), {"forward": forward, "__module__": kind.__module__})
+
+
+def exchange(model: nn.Module, become: Callable[[str, nn.Module], Any]) -> int:
+    """Makes each module of `model` one of the kind that `become` gives for its name and itself, where it gives one.
+
+    Returns:
+        How many modules were changed.
+    """
+    changed = 0
+    for name, module in model.named_modules():
+        kind = become(name, module)
+        if kind is not None:
+            module.__class__ = kind
+            changed += 1
+    return changed
 
 
 def with_names(forward: FunctionType, names: Mapping[str, Any]) -> FunctionType:

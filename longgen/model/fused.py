@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longgen.model.exchange import ROTATION, Exchanged, exchanged, is_norm, rotating_forward, with_names
+from longgen.model.exchange import ROTATION, Exchanged, exchange, exchanged, is_norm, rotating_forward, with_names
 
 Rotated = tuple[torch.Tensor, torch.Tensor]
 Rotation = Callable[..., Rotated]
@@ -32,14 +32,8 @@ def fuse_layers(model: nn.Module) -> int:
     Returns:
         How many modules were changed.
     """
-    fused_kind = cache(_fused_kind)
-    changed = 0
-    for module in model.modules():
-        kind: Any = fused_kind(type(module))  # type: ignore[arg-type]
-        if kind is not None:
-            module.__class__ = kind
-            changed += 1
-    return changed
+    fused_kind: Callable[[Any], Any] = cache(_fused_kind)
+    return exchange(model, lambda name, module: fused_kind(type(module)))
 
 
 def _fused_kind(kind: Any) -> Any:
