@@ -7,8 +7,6 @@ import signal
 
 # Small tensors are slower on many threads; set before torch is imported, and passed on to subprocesses.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# fp32 means fp32 also in the Triton kernels of recurrent layers, which round to TF32 otherwise. Read when they compile.
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all programs that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

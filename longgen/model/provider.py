@@ -15,7 +15,7 @@ from longgen.model.adapter import PassCache, cache_keyword
 from longgen.model.checkpoint import CheckedFolder, load_model
 from longgen.model.compiled import compile_layers
 from longgen.model.fused import fuse_layers
-from longgen.model.recurrence import use_torch_code
+from longgen.model.recurrence import choose_recurrence
 from longgen.model.rope import ExactRotary
 from longgen.model.states import Pass, RecurrentStates, StateSnapshot
 from longgen.model.text_config import attention_layers, head_dim
@@ -49,8 +49,8 @@ class Provider:
             if self._recurrent_layers
             else None
         )
-        if self._recurrent_layers and self.device.type == "cpu":
-            use_torch_code(model)
+        if self._recurrent_layers:
+            choose_recurrence(model, self.dtype, self.device)
         chosen = getattr(config, "_experts_implementation", None)  # either, if the weights have served before
         self._batches_experts = self.device.type != "cpu" and chosen in ("grouped_mm", "batched_mm")
 

@@ -24,30 +24,50 @@ _FUNCTIONS = (
 _PACKAGES = ("fla", "causal_conv1d")
 
 
-def slow_recurrence_note(config: Any, device: torch.device) -> str | None:
-    """What to tell the user if kernels that are not installed would make the model faster on `device`; else None."""
-    if config.model_type in HYBRID_TYPES and device.type == "cuda" and find_spec("fla") is None:
+def slow_recurrence_note(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What to tell the user if recurrent layers run on slower code than there is for `device`; else None."""
+    if config.model_type not in HYBRID_TYPES or device.type != "cuda":
+        return None
+    if _is_exact(dtype):
+        return "recurrent layers run on slower torch code, as fp32 is exact there; --dtype bfloat16 uses kernels"
+    if find_spec("fla") is None:
         return "flash-linear-attention is not installed: recurrent layers run on slower torch code"
     return None
 
 
-def use_torch_code(model: nn.Module) -> None:
-    """Makes the recurrent layers of `model` run on torch code, for a device that the kernels cannot run on.
+def choose_recurrence(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Makes the recurrent layers of `model` run on torch code where the kernels fail or are not exact.
 
-    Where flash-linear-attention or causal-conv1d can be imported, transformers calls their kernels on any device, and
-    they fail on tensors of the CPU. It keeps the torch function of each as `__wrapped__`. A layer's forward finds the
-    functions among the names of its module, so every layer of this model gets a forward with names of its own; other
-    models of the process are left as they are.
+    On a CPU they fail. In fp32 they multiply in TF32, some of them whatever they are told: the logits of a hybrid are
+    off by 1e-3 of the largest then, by 4e-6 on torch code.
 
     Raises:
         UsageError: kernels are installed and this version of transformers does not let them be avoided.
+    """
+    if device.type == "cpu":
+        _use_torch_code(model, "on the CPU", "need a GPU; use --device cuda")
+    elif _is_exact(dtype):
+        _use_torch_code(model, "in fp32", "round it to TF32; use --dtype bfloat16")
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).bits >= torch.finfo(torch.float32).bits
+
+
+def _use_torch_code(model: nn.Module, where: str, why_not: str) -> None:
+    """Makes the recurrent layers of `model` run on torch code, and refuses with the reason if that cannot be.
+
+    Where flash-linear-attention or causal-conv1d can be imported, transformers calls their kernels on any device and
+    any tensor. It keeps the torch function of each as `__wrapped__`. A layer's forward finds the functions among the
+    names of its module, so every layer of this model gets a forward with names of its own; other models of the process
+    are left as they are.
     """
     changed = [_use_torch_functions(module) for module in model.modules()]
     installed = [package for package in _PACKAGES if find_spec(package) is not None]
     if installed and not any(changed):
         raise UsageError(
-            f"recurrent layers cannot run on the CPU while {', '.join(installed)} is installed, whose kernels need a "
-            "GPU; use --device cuda, or an environment without it"
+            f"recurrent layers cannot run {where} while {', '.join(installed)} is installed, whose kernels {why_not}, "
+            "or an environment without it"
         )
 
 

@@ -171,7 +171,8 @@ def opened(
         resize = partial(refit, planner, plan, settings, supply, err)
         engine = Engine.load(checkpoint.checked, chosen, supply=supply, resize=resize, trace=trace)
         phases.end("load")
-        if note := slow_recurrence_note(checkpoint.config, engine.provider.device):
+        provider = engine.provider
+        if note := slow_recurrence_note(checkpoint.config, provider.dtype, provider.device):
             print(f"longgen: note: {note}", file=err)
         yield engine
 
