@@ -22,7 +22,8 @@ from longgen.benchmarking.tables import table_lines
 from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError, UsageError
-from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
+from longgen.kv.memory_plan import MemoryPlan, PlanOptions
+from longgen.kv.plan import Planner
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import make_current, open_transfer
 from longgen.model.provider import Provider

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from longgen.kv.budget import DeviceBudget, HostBudget
+from longgen.kv.memory_plan import DeviceNeeds, HostNeeds, PlanOptions
 from longgen.units import show_bytes
-
-if TYPE_CHECKING:
-    from longgen.kv.plan import DeviceNeeds, HostNeeds, PlanOptions
 
 USUAL_BLOCK = 1024  # tokens; a chunk and a ring entry hold one at least
 

@@ -28,17 +28,17 @@ def slow_recurrence_note(config: Any, dtype: torch.dtype, device: torch.device) 
     """What to tell the user if recurrent layers run on slower code than there is for `device`; else None."""
     if config.model_type not in HYBRID_TYPES or device.type != "cuda":
         return None
-    if _is_exact(dtype):
-        return "recurrent layers run on slower torch code, as fp32 is exact there; --dtype bfloat16 uses kernels"
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed: recurrent layers run on slower torch code"
+    if _is_exact(dtype):
+        return "in float32 recurrent layers run on slower torch code, which is exact; --dtype bfloat16 uses kernels"
     return None
 
 
 def choose_recurrence(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Makes the recurrent layers of `model` run on torch code where the kernels fail or are not exact.
 
-    On a CPU they fail. In fp32 they multiply in TF32, some of them whatever they are told: the logits of a hybrid are
+    On a CPU they fail. In fp32 they multiply in TF32, one of them whatever Triton is told: the logits of a hybrid are
     off by 1e-3 of the largest then, by 4e-6 on torch code.
 
     Raises:

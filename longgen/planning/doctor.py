@@ -85,7 +85,7 @@ def _software() -> Iterator[Finding]:
     yield _transformers(package_version("transformers") or NOT_INSTALLED)
     optional = {
         "flash-attn": "FlashAttention 2: the fastest decode; without it torch's own kernel serves",
-        "flash-linear-attention": "fast recurrent layers of Qwen3-Next and Qwen3.5; without it they are slow",
+        "flash-linear-attention": "fast recurrent layers of Qwen3-Next and Qwen3.5 in 16 bits; else they are slow",
         "causal-conv1d": "their convolution; without it torch's own serves",
     }
     for name, meaning in optional.items():

@@ -14,7 +14,8 @@ import torch
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import DeviceBudget
 from longgen.kv.extents import ExtentCutter
-from longgen.kv.plan import MEASURED_BLOCKS, MeasuredUse, MemoryPlan, Planner
+from longgen.kv.memory_plan import MeasuredUse, MemoryPlan
+from longgen.kv.plan import MEASURED_BLOCKS, Planner
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider

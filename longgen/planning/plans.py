@@ -11,7 +11,8 @@ from typing import Any
 
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.budget import DeviceBudget, cap_allocator, device_budget, host_budget
-from longgen.kv.plan import RUNTIME_BYTES, Machine, MemoryPlan, Planner, PlanOptions
+from longgen.kv.memory_plan import Machine, MemoryPlan, PlanOptions
+from longgen.kv.plan import RUNTIME_BYTES, Planner
 from longgen.kv.predict import Prediction, Rates, given_rates, reference_rates
 from longgen.model_shape import ModelShape
 from longgen.names import KnownModel, find_known, known_models

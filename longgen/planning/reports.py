@@ -8,7 +8,7 @@ from typing import TextIO
 
 from longgen.config import Settings
 from longgen.errors import CapacityError, UsageError
-from longgen.kv.plan import MemoryPlan, PlanOptions
+from longgen.kv.memory_plan import MemoryPlan, PlanOptions
 from longgen.planning.plans import (
     Limits,
     as_json,

@@ -18,7 +18,8 @@ from longgen.tracing import trace_path, traced
 
 if TYPE_CHECKING:
     from longgen.engine import Engine, EngineOptions
-    from longgen.kv.plan import MemoryPlan, Planner
+    from longgen.kv.memory_plan import MemoryPlan
+    from longgen.kv.plan import Planner
     from longgen.kv.supply import HostSupply
     from longgen.model.checkpoint import CheckedFolder
     from longgen.model.provider import Provider
@@ -116,7 +117,8 @@ def engine_options(settings: Settings) -> EngineOptions:
 
 def make_planner(checkpoint: Checkpoint, settings: Settings) -> Planner:
     """What plans memory on this machine, without its rates: see `opened`."""
-    from longgen.kv.plan import Planner, PlanOptions
+    from longgen.kv.memory_plan import PlanOptions
+    from longgen.kv.plan import Planner
     from longgen.kv.transfer import make_current
     from longgen.model.shape import model_shape
     from longgen.planning.plans import Limits, run_machine

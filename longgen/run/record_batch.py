@@ -23,7 +23,8 @@ from longgen.units import show_count
 
 if TYPE_CHECKING:
     from longgen.engine import Engine
-    from longgen.kv.plan import MemoryPlan, Planner
+    from longgen.kv.memory_plan import MemoryPlan
+    from longgen.kv.plan import Planner
 
 Size = tuple[int, int]  # tokens of a prompt, and the most that it may generate
 Judge = Callable[[Request, str], Mapping[str, Any]]  # fields for the line of an answer, of its text

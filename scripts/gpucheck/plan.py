@@ -21,7 +21,8 @@ from longgen.benchmarking.measuring import resident_bytes
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import device_budget
 from longgen.kv.extents import PIECE_BYTES
-from longgen.kv.plan import MemoryPlan, Planner, PlanOptions
+from longgen.kv.memory_plan import MemoryPlan, PlanOptions
+from longgen.kv.plan import Planner
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider

@@ -19,7 +19,7 @@ from longgen.cli import main
 from longgen.engine import Engine
 from longgen.errors import CapacityError
 from longgen.kv.budget import HostBudget
-from longgen.kv.plan import Machine
+from longgen.kv.memory_plan import Machine
 from tests.traces import ranges
 
 DENSE = """

@@ -9,7 +9,8 @@ import torch
 
 from longgen.engine import Engine, EngineOptions
 from longgen.kv.budget import device_budget
-from longgen.kv.plan import Machine, Planner, PlanOptions
+from longgen.kv.memory_plan import Machine, PlanOptions
+from longgen.kv.plan import Planner
 from longgen.kv.predict import reference_rates
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider

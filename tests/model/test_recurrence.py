@@ -97,6 +97,7 @@ def test_the_user_is_told_of_missing_kernels_where_they_would_help(
     )
     assert slow_recurrence_note(hybrid, torch.bfloat16, CPU) is None
     assert slow_recurrence_note(dense, torch.float32, GPU) is None
+    assert slow_recurrence_note(hybrid, torch.float32, GPU) == slow_recurrence_note(hybrid, torch.bfloat16, GPU)
     monkeypatch.setattr("longgen.model.recurrence.find_spec", lambda _: object())
     assert slow_recurrence_note(hybrid, torch.bfloat16, GPU) is None
     note = slow_recurrence_note(hybrid, torch.float32, GPU)

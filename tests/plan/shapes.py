@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longgen.kv.budget import DeviceBudget, HostBudget
-from longgen.kv.plan import Machine
+from longgen.kv.memory_plan import Machine
 from longgen.kv.predict import Rates, reference_rates
 from longgen.model_shape import FULL, WINDOW, ModelShape
 from tests.plan.machines import GIB

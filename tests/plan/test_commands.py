@@ -16,7 +16,8 @@ import torch
 from longgen.cli import main
 from longgen.engine import Engine
 from longgen.errors import CapacityError, UsageError
-from longgen.kv.plan import Planner, PlanOptions
+from longgen.kv.memory_plan import PlanOptions
+from longgen.kv.plan import Planner
 from longgen.kv.predict import reference_rates
 from longgen.planning import plans
 from longgen.planning.plans import (

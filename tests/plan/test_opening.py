@@ -16,8 +16,9 @@ from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError
 from longgen.kv.budget import DeviceBudget, HostBudget
+from longgen.kv.memory_plan import Machine, MeasuredUse, MemoryPlan, PlanOptions
 from longgen.kv.passes import Pass
-from longgen.kv.plan import Machine, MeasuredUse, MemoryPlan, Planner, PlanOptions
+from longgen.kv.plan import Planner
 from longgen.kv.predict import reference_rates
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import CpuTransfer

@@ -14,16 +14,8 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.layout import KVLayout
-from longgen.kv.plan import (
-    MEASURED_BLOCKS,
-    RUNTIME_BYTES,
-    SEARCH_LIMIT,
-    SPARE_PART,
-    MeasuredUse,
-    MemoryPlan,
-    Planner,
-    PlanOptions,
-)
+from longgen.kv.memory_plan import MeasuredUse, MemoryPlan, PlanOptions
+from longgen.kv.plan import MEASURED_BLOCKS, RUNTIME_BYTES, SEARCH_LIMIT, SPARE_PART, Planner
 from longgen.kv.predict import reference_rates
 from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
