@@ -118,7 +118,7 @@ class Engine:
         with shortage_reported("loading the model", device):
             provider = Provider.load(folder, dtype=dtype, device=device, yarn_factor=options.yarn_factor)
             if options.compile:
-                provider.compile((options.chunk_tokens(), 1))
+                provider.compile((options.chunk_tokens(),))
             options = resize(provider, options) if resize else options
             return cls.over(provider, options, policy, supply, trace)
 

@@ -29,7 +29,7 @@ class EngineOptions:
         slots: requests alive at once.
         yarn_factor: how far YaRN stretches the trained window; None leaves that to the checkpoint.
         slot_tokens: tokens that each slot was planned for, prompt and answer; more are refused. None: no such limit.
-        compile: whether norms, rotary angles and MLPs are compiled for full chunks and single tokens.
+        compile: whether norms, rotary angles and MLPs are compiled for full chunks.
         scrub: whether a reset also overwrites host blocks and the buffers that all slots share.
     """
 

@@ -143,7 +143,7 @@ class Bench:
                 with shortage_reported("loading the model", self._device):
                     provider = self._subject.load(self._device)
                 if self._settings.compile:
-                    provider.compile({1, *(plan.sizes.chunk_tokens for plan in plans)})
+                    provider.compile({plan.sizes.chunk_tokens for plan in plans})
             longest = max((plan.prompt for plan in plans), default=0)
             for plan in plans:
                 self._say("; ".join(summary(plan)))

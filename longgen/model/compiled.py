@@ -1,8 +1,9 @@
-"""Norms, rotary angles and dense MLPs compiled by torch.compile, for passes of the sizes that a run is made of.
+"""Norms, rotary angles and dense MLPs compiled by torch.compile, for full chunks.
 
-Each is a few small operations over all tokens, so eager ones are bound by device memory in prefill and by the host in
-decode. Code is compiled for a full chunk and for a single token, each of one shape. Everything else, such as the last
-chunk of a prompt or a batch, runs the same code eager. Inductor keeps what it compiled on disk.
+Each is a few small operations over all tokens, so eager ones are bound by device memory in prefill. Code is compiled
+for a full chunk, of one shape. Everything else, such as the last chunk of a prompt or a batch, runs the same code
+eager; so does a single token, whose bound is the host: calling what was compiled takes it longer than starting the
+operations. Inductor keeps what it compiled on disk.
 """
 
 from __future__ import annotations
