@@ -55,7 +55,12 @@ def is_norm(kind: Any) -> bool:
 
 def rotating_forward(kind: Any) -> FunctionType | None:
     """The undecorated forward of a kind of attention that applies rotary angles; else None."""
+    return calling_forward(kind, ROTATION)
+
+
+def calling_forward(kind: Any, name: str) -> FunctionType | None:
+    """The undecorated forward of a kind of module, if it calls a function of this name; else None."""
     forward: Any = inspect.unwrap(kind.forward)
-    if isinstance(forward, FunctionType) and ROTATION in forward.__code__.co_names and ROTATION in forward.__globals__:
+    if isinstance(forward, FunctionType) and name in forward.__code__.co_names and name in forward.__globals__:
         return forward
     return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from longgen.errors import UsageError
-from longgen.model.exchange import Exchanged, exchanged, with_names
+from longgen.model.exchange import Exchanged, calling_forward, exchange, exchanged, with_names
 from longgen.model.text_config import HYBRID_TYPES
 
 # What a gated-delta layer's forward calls, and the packages whose kernels transformers puts in their place.
@@ -59,33 +60,29 @@ def _use_torch_code(model: nn.Module, where: str, why_not: str) -> None:
 
     Where flash-linear-attention or causal-conv1d can be imported, transformers calls their kernels on any device and
     any tensor. It keeps the torch function of each as `__wrapped__`. A layer's forward finds the functions among the
-    names of its module, so every layer of this model gets a forward with names of its own; other models of the process
+    names of its module, so the layers of this model get a forward with names of their own; other models of the process
     are left as they are.
     """
-    changed = [_use_torch_functions(module) for module in model.modules()]
+    kind_on_torch: Callable[[Any], Any] = cache(_kind_on_torch)
+    changed = exchange(model, lambda name, module: kind_on_torch(type(module)))
     installed = [package for package in _PACKAGES if find_spec(package) is not None]
-    if installed and not any(changed):
+    if installed and not changed:
         raise UsageError(
             f"recurrent layers cannot run {where} while {', '.join(installed)} is installed, whose kernels {why_not}, "
             "or an environment without it"
         )
 
 
-def _use_torch_functions(module: nn.Module) -> bool:
-    """Whether `module` calls any of _FUNCTIONS; its forward then calls their torch code."""
-    kind: Any = type(module)
-    forward: Any = inspect.unwrap(kind.forward)
-    if not isinstance(forward, FunctionType):
-        return False
-    names = forward.__globals__
-    called = {name: names[name] for name in _FUNCTIONS if name in forward.__code__.co_names and name in names}
-    if called and issubclass(kind, Exchanged):
-        return True  # for another provider over the same weights
+def _kind_on_torch(kind: Any) -> Any:
+    """What modules of a kind that calls any of _FUNCTIONS become, to call their torch code; None: what they are."""
+    forwards = {name: forward for name in _FUNCTIONS if (forward := calling_forward(kind, name))}
+    if forwards and issubclass(kind, Exchanged):
+        return kind  # for another provider over the same weights
+    called = {name: forward.__globals__[name] for name, forward in forwards.items()}
     torch_functions = {name: function.__wrapped__ for name, function in called.items() if _is_wrapped(function)}
     if not called or len(torch_functions) < len(called):
-        return False
-    module.__class__ = exchanged(kind, with_names(forward, torch_functions))
-    return True
+        return None
+    return exchanged(kind, with_names(inspect.unwrap(kind.forward), torch_functions))
 
 
 def _is_wrapped(function: Any) -> bool:
