@@ -73,15 +73,28 @@ class _PassedOn(CacheLayerMixin):
 
 
 class _Recurrent(LinearAttentionLayer):
-    """A cache layer over the pass's working copies: conv [B, conv_dim, kernel], recurrent [B, Hv, Dk, Dv]."""
+    """A cache layer over the pass's working copies: conv [B, conv_dim, kernel], recurrent [B, Hv, Dk, Dv].
 
-    def __init__(self, conv: torch.Tensor, recurrent: torch.Tensor) -> None:
+    token_major: whether the convolution's input is laid out as the projection writes it, channels side by side.
+    """
+
+    def __init__(self, conv: torch.Tensor, recurrent: torch.Tensor, *, token_major: bool) -> None:
         super().__init__()
+        self._token_major = token_major
         self.dtype, self.device = conv.dtype, conv.device
         self.conv_states[0], self.recurrent_states[0] = conv, recurrent
         self.conv_kernel_size[0] = conv.shape[-1]
         self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = True
         self.has_previous_state[0] = True
+
+    def update_conv_state(self, conv_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        """[B, conv_dim, kernel + n]: the inputs before, and those of the pass [B, conv_dim, n]; keeps the last."""
+        if not self._token_major:
+            return super().update_conv_state(conv_states, *arguments, **options)
+        before = self.conv_states[0]
+        both = torch.cat([before.transpose(1, 2), conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
+        before.copy_(both[..., -before.shape[-1] :])
+        return both
 
 
 class PassCache(Cache):
@@ -91,13 +104,21 @@ class PassCache(Cache):
         layers: layers of the model.
         recurrent_layers: model indices of the recurrent ones, in the order of `states`.
         states: the pass's working copies, None for a model without recurrent layers.
+        token_major: whether a convolution reads tokens one after another rather than channels.
     """
 
-    def __init__(self, layers: int, recurrent_layers: Sequence[int] = (), states: PassStates | None = None) -> None:
+    def __init__(
+        self,
+        layers: int,
+        recurrent_layers: Sequence[int] = (),
+        states: PassStates | None = None,
+        *,
+        token_major: bool = False,
+    ) -> None:
         place = {layer: row for row, layer in enumerate(recurrent_layers)}
         super().__init__(
             layers=[
-                _Recurrent(states.conv[place[i]], states.recurrent[place[i]])
+                _Recurrent(states.conv[place[i]], states.recurrent[place[i]], token_major=token_major)
                 if states is not None and i in place
                 else _PassedOn()
                 for i in range(layers)

@@ -49,8 +49,13 @@ def with_names(forward: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 
 def is_norm(kind: Any) -> bool:
-    """Whether a kind of module is an RMSNorm of some sort."""
+    """Whether a kind of module is an RMSNorm of some sort, of x alone."""
     return kind.__name__.endswith("RMSNorm")
+
+
+def is_gated_norm(kind: Any) -> bool:
+    """Whether a kind of module is an RMSNorm whose result is multiplied by a gate, as recurrent layers have it."""
+    return kind.__name__.endswith("RMSNormGated")
 
 
 def rotating_forward(kind: Any) -> FunctionType | None:

@@ -1,8 +1,9 @@
 """Norms and rotations in fewer operations than transformers' own modules take.
 
-An eager operation reads and writes all tokens once, and a norm is eight of them, a rotation five for q and five for k.
-On a GPU torch has a norm of one kernel; a rotation here is three operations. Both round once or twice where the modules
-round after each operation. A kind of module is exchanged only if its own code, tried on random rows, gives the same.
+An eager operation reads and writes all tokens once, and a norm is eight of them, twelve with a gate, and a rotation
+five for q and five for k. On a GPU torch has a norm of one kernel, and a gate is two more; a rotation here is three
+operations. None rounds more often than the modules, which round after each operation. A kind of module is exchanged
+only if its own code, tried on random rows, gives the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longgen.model.exchange import ROTATION, Exchanged, exchange, exchanged, is_norm, rotating_forward, with_names
+from longgen.model.exchange import (
+    ROTATION,
+    Exchanged,
+    exchange,
+    exchanged,
+    is_gated_norm,
+    is_norm,
+    rotating_forward,
+    with_names,
+)
 
 Rotated = tuple[torch.Tensor, torch.Tensor]
 Rotation = Callable[..., Rotated]
@@ -42,6 +52,9 @@ def _fused_kind(kind: Any) -> Any:
         return None
     if is_norm(kind):
         norm = _agreeing((_scaling_norm, _shifted_norm), partial(_try_norm, kind))
+        return exchanged(kind, norm) if norm else None
+    if is_gated_norm(kind):
+        norm = _agreeing((_gated_norm,), partial(_try_gated_norm, kind))
         return exchanged(kind, norm) if norm else None
     forward = rotating_forward(kind)
     if forward is None:
@@ -99,6 +112,11 @@ def _shifted_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x.float(), module.weight.shape, 1 + module.weight.float(), _epsilon(module)).type_as(x)
 
 
+def _gated_norm(module: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The forward of an RMSNorm of x [rows, channels], times its weight and SiLU of the gate, of x's shape."""
+    return F.silu(gate).mul_(_scaling_norm(module, x)).type_as(x)
+
+
 def _epsilon(module: Any) -> float:
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
@@ -114,10 +132,20 @@ def _agreeing(candidates: Sequence[Callable[..., Any]], trial: Trial) -> Callabl
 
 
 def _try_norm(kind: Any, norm: Callable[..., torch.Tensor]) -> bool:
-    """Not so where the forward takes more than x, as a gate."""
-    module, x = kind(_SAMPLE_DIM, eps=0.1).float(), _sample(_SAMPLE_ROWS, _SAMPLE_DIM)
-    module.weight.copy_(torch.linspace(0.5, 2, _SAMPLE_DIM))
+    """Not so where the forward takes more than x."""
+    module, x = _norm_to_try(kind), _sample(_SAMPLE_ROWS, _SAMPLE_DIM)
     return len(inspect.signature(kind.forward).parameters) == 2 and _alike(norm(module, x), module(x))
+
+
+def _try_gated_norm(kind: Any, norm: Callable[..., torch.Tensor]) -> bool:
+    module, x, gate = _norm_to_try(kind), _sample(_SAMPLE_ROWS, _SAMPLE_DIM), 3 * _sample(_SAMPLE_ROWS, _SAMPLE_DIM)
+    return len(inspect.signature(kind.forward).parameters) == 3 and _alike(norm(module, x, gate), module(x, gate))
+
+
+def _norm_to_try(kind: Any) -> Any:
+    module = kind(_SAMPLE_DIM, eps=0.1).float()
+    module.weight.copy_(torch.linspace(0.5, 2, _SAMPLE_DIM))
+    return module
 
 
 def _try_rotation(own: Rotation, rotation: Rotation) -> bool:

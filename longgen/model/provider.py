@@ -49,8 +49,7 @@ class Provider:
             if self._recurrent_layers
             else None
         )
-        if self._recurrent_layers:
-            choose_recurrence(model, self.dtype, self.device)
+        self._token_major = bool(self._recurrent_layers) and choose_recurrence(model, self.dtype, self.device)
         chosen = getattr(config, "_experts_implementation", None)  # either, if the weights have served before
         self._batches_experts = self.device.type != "cpu" and chosen in ("grouped_mm", "batched_mm")
 
@@ -130,7 +129,7 @@ class Provider:
             raise UsageError(f"keep={keep} rows of logits asked for from a pass of {count} tokens")
         self._choose_experts(batch * count)
         states = self._states.begin(pass_) if self._states is not None else None
-        cache = PassCache(self.config.num_hidden_layers, self._recurrent_layers, states)
+        cache = PassCache(self.config.num_hidden_layers, self._recurrent_layers, states, token_major=self._token_major)
         output = self.model(
             input_ids=ids,
             position_ids=positions,

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from longgen.errors import UsageError
+from longgen.model.convolution import CONVOLUTION, use_kernel
 from longgen.model.exchange import Exchanged, calling_forward, exchange, exchanged, with_names
 from longgen.model.text_config import HYBRID_TYPES
 
 # What a gated-delta layer's forward calls, and the packages whose kernels transformers puts in their place.
 _FUNCTIONS = (
-    "causal_conv1d_fn",
+    CONVOLUTION,
     "causal_conv1d_update",
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
@@ -36,11 +37,14 @@ def slow_recurrence_note(config: Any, dtype: torch.dtype, device: torch.device) 
     return None
 
 
-def choose_recurrence(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def choose_recurrence(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Makes the recurrent layers of `model` run on torch code where the kernels fail or are not exact.
 
     On a CPU they fail. In fp32 they multiply in TF32, one of them whatever Triton is told: the logits of a hybrid are
-    off by 1e-3 of the largest then, by 4e-6 on torch code.
+    off by 1e-3 of the largest then, by 4e-6 on torch code. Elsewhere convolutions run on a kernel where there is one.
+
+    Returns:
+        token_major: whether convolutions want the channels of a token side by side, see `use_kernel`.
 
     Raises:
         UsageError: kernels are installed and this version of transformers does not let them be avoided.
@@ -49,6 +53,9 @@ def choose_recurrence(model: nn.Module, dtype: torch.dtype, device: torch.device
         _use_torch_code(model, "on the CPU", "need a GPU; use --device cuda")
     elif _is_exact(dtype):
         _use_torch_code(model, "in fp32", "round it to TF32; use --dtype bfloat16")
+    else:
+        return use_kernel(model)
+    return False
 
 
 def _is_exact(dtype: torch.dtype) -> bool:
@@ -60,7 +67,7 @@ def _use_torch_code(model: nn.Module, where: str, why_not: str) -> None:
 
     Where flash-linear-attention or causal-conv1d can be imported, transformers calls their kernels on any device and
     any tensor. It keeps the torch function of each as `__wrapped__`. A layer's forward finds the functions among the
-    names of its module, so the layers of this model get a forward with names of their own; other models of the process
+    names of its module, so the layers of this model get a forward with names of its own; other models of the process
     are left as they are.
     """
     kind_on_torch: Callable[[Any], Any] = cache(_kind_on_torch)
@@ -77,7 +84,7 @@ def _kind_on_torch(kind: Any) -> Any:
     """What modules of a kind that calls any of _FUNCTIONS become, to call their torch code; None: what they are."""
     forwards = {name: forward for name in _FUNCTIONS if (forward := calling_forward(kind, name))}
     if forwards and issubclass(kind, Exchanged):
-        return kind  # for another provider over the same weights
+        return kind  # exchanged for another provider over the same weights
     called = {name: forward.__globals__[name] for name, forward in forwards.items()}
     torch_functions = {name: function.__wrapped__ for name, function in called.items() if _is_wrapped(function)}
     if not called or len(torch_functions) < len(called):

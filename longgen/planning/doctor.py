@@ -86,7 +86,7 @@ def _software() -> Iterator[Finding]:
     optional = {
         "flash-attn": "FlashAttention 2: the fastest decode; without it torch's own kernel serves",
         "flash-linear-attention": "fast recurrent layers of Qwen3-Next and Qwen3.5 in 16 bits; else they are slow",
-        "causal-conv1d": "their convolution; without it torch's own serves",
+        "causal-conv1d": "their convolution; without it flash-linear-attention's serves, else torch's",
     }
     for name, meaning in optional.items():
         found = package_version(name)

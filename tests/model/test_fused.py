@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as apply_partly
 
-from longgen.model.exchange import ROTATION, Exchanged, is_norm, rotating_forward
+from longgen.model.exchange import ROTATION, Exchanged, is_gated_norm, is_norm, rotating_forward
 from longgen.model.fused import fuse_layers, rotate_all, rotate_first
 from longgen.model.provider import Provider
 from tests.checkpoints import DENSE_TYPES, HYBRID_TYPES, Build, random_ids
@@ -28,7 +27,7 @@ def unfused(provider: Provider) -> Provider:
     """The same model on transformers' own norms and rotations."""
     for module in provider.model.modules():
         kind: Any = type(module)
-        if issubclass(kind, Exchanged) and (is_norm(kind) or rotating_forward(kind)):
+        if issubclass(kind, Exchanged) and (is_norm(kind) or is_gated_norm(kind) or rotating_forward(kind)):
             module.__class__ = kind.__bases__[0]
     return provider
 
@@ -43,13 +42,13 @@ def test_logits_are_those_of_the_modules(build: Build, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", [*DENSE_TYPES, *HYBRID_TYPES])
-def test_every_norm_without_a_gate_and_every_rotation_is_exchanged(build: Build, model_type: str) -> None:
+def test_every_norm_and_every_rotation_is_exchanged(build: Build, model_type: str) -> None:
     model = load(build(model_type))[0].model
     kinds = [type(module) for module in model.modules()]
-    plain = [kind for kind in kinds if is_norm(kind) and len(inspect.signature(kind.forward).parameters) == 2]
+    plain, gated = (list(filter(these, kinds)) for these in (is_norm, is_gated_norm))
     rotating = [forward for kind in kinds if (forward := rotating_forward(kind))]
-    assert len(plain) > 2 and rotating
-    assert all(issubclass(kind, Exchanged) for kind in plain)
+    assert len(plain) > 2 and rotating and (len(gated) == 2) == (model_type in HYBRID_TYPES)
+    assert all(issubclass(kind, Exchanged) for kind in (*plain, *gated))
     expected = rotate_first if model_type in HYBRID_TYPES else rotate_all
     assert all(forward.__globals__[ROTATION] is expected for forward in rotating)
 
@@ -88,10 +87,20 @@ class PlainRMSNorm(nn.Module):
         return hidden_states / hidden_states.norm(dim=-1, keepdim=True)
 
 
+class SigmoidRMSNormGated(Qwen3_5RMSNormGated):
+    """A norm with another gate."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.activation = "sigmoid"
+
+
 def test_norms_of_other_kinds_are_left_alone() -> None:
-    model = nn.Sequential(Qwen3RMSNorm(8), DoublingRMSNorm(8), PlainRMSNorm())
-    assert fuse_layers(model) == 1
-    assert [isinstance(module, Exchanged) for module in model] == [True, False, False]
+    model = nn.Sequential(
+        Qwen3RMSNorm(8), Qwen3_5RMSNormGated(8), DoublingRMSNorm(8), PlainRMSNorm(), SigmoidRMSNormGated(8)
+    )
+    assert fuse_layers(model) == 2
+    assert [isinstance(module, Exchanged) for module in model] == [True, True, False, False, False]
 
 
 def test_the_defaults_of_the_process_change_nothing() -> None:
@@ -120,6 +129,23 @@ def test_norms_in_bfloat16_are_at_least_as_exact(kind: Any) -> None:
         assert fuse_layers(nn.Sequential(norm)) == 1
         after = (norm(x).double() - expected).norm()
     assert after <= 1.001 * before
+
+
+def test_gated_norms_in_bfloat16_are_about_as_exact() -> None:
+    """Both round three times: the norm, its scaled norm and the product, or the scaled norm, SiLU and the product."""
+    torch.manual_seed(0)
+    norm = Qwen3_5RMSNormGated(64, eps=1e-6).bfloat16()
+    x, gate = (torch.randn(500, 64).bfloat16() for _ in range(2))
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(64))
+        wide = x.double()
+        expected = norm.weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        expected = expected * nn.functional.silu(gate.double())
+        before, kept = (norm(x, gate).double() - expected).norm(), gate.clone()
+        assert fuse_layers(nn.Sequential(norm)) == 1
+        after = norm(x, gate)
+    assert after.dtype == torch.bfloat16 and torch.equal(gate, kept)
+    assert (after.double() - expected).norm() <= 1.1 * before
 
 
 @pytest.mark.parametrize(
