@@ -25,7 +25,7 @@ from longgen.kv.shape import KVShape
 from longgen.kv.sizes import StoreSizes
 from longgen.model_shape import FULL, WINDOW, ModelShape
 
-LAYER_SECONDS = 1.2e-3  # of eager modules: a decode step of 28 layers took 19 to 50 ms on hosts of one kind
+LAYER_SECONDS = 1.2e-3  # of eager modules: a decode step of 28 layers took 16 to 50 ms on hosts of one kind
 RUN_PART = 0.1  # of a layer's time, to start a load, one attention call and its merge
 HELD = 0.93  # of the FLOP rates of a moment, what a card at its power limit holds
 MERGE_BYTES = 5  # moved per query channel and row to merge one run, by the Triton kernel: two at a time into the sum

@@ -92,7 +92,8 @@ class _Recurrent(LinearAttentionLayer):
         if not self._token_major:
             return super().update_conv_state(conv_states, *arguments, **options)
         before = self.conv_states[0]
-        both = torch.cat([before.transpose(1, 2), conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
+        first = before.transpose(1, 2).contiguous()  # torch's fast kernel for cat takes contiguous tensors only
+        both = torch.cat([first, conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
         before.copy_(both[..., -before.shape[-1] :])
         return both
 
