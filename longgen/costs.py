@@ -84,8 +84,9 @@ def traffic_bytes(shape: ModelShape, *, compiled: bool = False) -> int:
     Eager modules, counted operation by operation: a norm moves 4 bytes a number (20 if it scales by 1 + weight, in
     fp32), a rotation 10, gated products 10, a residual 6, plus what matrix products read and write. On a Qwen3-0.6B
     shape this is 4.3 MB a token, and with the products' own time 0.36 s for 131,072 tokens, where 0.40 s was measured
-    on an H200. Compiled, norms and rotations move 4 bytes a number and gated products 6. The delta rule and its convolution
-    count as many as the time of flash-linear-attention's kernels comes to. Merging partial attention is not part of it (`kv/predict.py`).
+    on an H200. Compiled, norms and rotations move 4 bytes a number and gated products 6. The delta rule and its
+    convolution count as many as the time of flash-linear-attention's kernels comes to. Merging partial attention is not
+    part of it (`kv/predict.py`).
     """
     attending = shape.count(FULL) + shape.count(WINDOW)
     norm = _norm_traffic(shape, compiled)

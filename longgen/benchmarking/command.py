@@ -206,7 +206,6 @@ class Bench:
 
     def _fitted(self, provider: Provider, plan: MemoryPlan, options: EngineOptions) -> MemoryPlan:
         """The plan once a chunk is measured, on a GPU."""
-        hold_to(plan, self._settings.gpu_memory, self._device)
         planner = self._planner(plan.prompt)
         final = plan_again(planner, plan, provider, options, meter_of(self._device, plan))
         hold_to(final, self._settings.gpu_memory, self._device)

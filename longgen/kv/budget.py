@@ -7,6 +7,7 @@ cgroup trees. Nothing here loads torch except `device_budget`, which asks CUDA.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from mmap import PAGESIZE
@@ -15,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from longgen.errors import CapacityError
 from longgen.units import show_bytes
 
+MEMORY_GROWTH = 16  # times: what a virtual machine says it has may be what it has been given so far
 NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page
 MAX_RESERVE = 2 << 30
 CONTEXT_BYTES = 640 << 20  # a CUDA context with the kernels of torch and cuBLAS, no workspace
@@ -165,7 +167,10 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[str, Path, Path]]:
     """(file system type, folder of this process's cgroup, folder of the mount) of each memory hierarchy."""
     own = {}
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path.startswith("/"):
+            continue
         if not controllers:
             own["cgroup2"] = PurePosixPath(path)
         elif "memory" in controllers.split(","):
@@ -177,7 +182,7 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[str, Path, Path]]:
             continue
         if tail[0] == "cgroup" and "memory" not in tail[2].split(","):
             continue
-        mount_root, top = PurePosixPath(fields[3]), root / fields[4].lstrip("/")
+        mount_root, top = PurePosixPath(_unescaped(fields[3])), root / _unescaped(fields[4]).lstrip("/")
         yield tail[0], _below(top, mount_root, own[tail[0]]), top
 
 
@@ -187,8 +192,15 @@ def _below(top: Path, mount_root: PurePosixPath, path: PurePosixPath) -> Path:
     In a container the path may be that of the host, of which the mount shows only the part below `mount_root`.
     """
     relative = path.relative_to(mount_root) if path.is_relative_to(mount_root) else path.relative_to("/")
-    folder = top / relative
-    return folder if folder.is_dir() and ".." not in relative.parts else top
+    folder = top if ".." in relative.parts else top / relative
+    while folder != top and not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def _unescaped(path: str) -> str:
+    """A path of mountinfo, which writes blanks and backslashes as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _v2_limits(folder: Path, root: Path) -> Iterator[HostLimit]:

@@ -12,7 +12,7 @@ import torch
 from longgen.attention.kernels import Kernels
 from longgen.ends import do_all
 from longgen.errors import CapacityError, SlotError
-from longgen.kv.budget import total_memory
+from longgen.kv.budget import MEMORY_GROWTH, total_memory
 from longgen.kv.counters import Counters, TierBlocks
 from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
 from longgen.kv.filling import write_random_chunk
@@ -29,8 +29,6 @@ from longgen.sparse.base import Phase, SparsePolicy
 from longgen.sparse.full import FullAttentionPolicy
 from longgen.tracing import Label, unlabelled
 from longgen.units import show_bytes
-
-MEMORY_GROWTH = 16  # times: what a virtual machine says it has may be what it has been given so far
 
 
 class KVStore:

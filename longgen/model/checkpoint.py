@@ -195,7 +195,7 @@ def _refuse_contents(folder: Path, raw: Mapping[str, Any], text: Mapping[str, An
     if quantised:
         method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
         raise CheckpointError(
-            f"{folder} holds quantised weights ({method}), which cannot be run here; use the checkpoint that is not "
+            f"{folder} holds quantised weights ({method}), which longgen does not run; use the checkpoint that is not "
             "quantised"
         )
 

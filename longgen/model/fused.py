@@ -113,8 +113,8 @@ def _shifted_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gated_norm(module: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """The forward of an RMSNorm of x [rows, channels], times its weight and SiLU of the gate, of x's shape."""
-    return F.silu(gate).mul_(_scaling_norm(module, x)).type_as(x)
+    """The forward of an RMSNorm of x [rows, channels], times its weight and SiLU of the gate (of x's sort)."""
+    return F.silu(gate).mul_(_scaling_norm(module, x))
 
 
 def _epsilon(module: Any) -> float:
@@ -132,20 +132,20 @@ def _agreeing(candidates: Sequence[Callable[..., Any]], trial: Trial) -> Callabl
 
 
 def _try_norm(kind: Any, norm: Callable[..., torch.Tensor]) -> bool:
-    """Not so where the forward takes more than x."""
-    module, x = _norm_to_try(kind), _sample(_SAMPLE_ROWS, _SAMPLE_DIM)
-    return len(inspect.signature(kind.forward).parameters) == 2 and _alike(norm(module, x), module(x))
+    return _same_norm(kind, norm, _sample(_SAMPLE_ROWS, _SAMPLE_DIM))
 
 
 def _try_gated_norm(kind: Any, norm: Callable[..., torch.Tensor]) -> bool:
-    module, x, gate = _norm_to_try(kind), _sample(_SAMPLE_ROWS, _SAMPLE_DIM), 3 * _sample(_SAMPLE_ROWS, _SAMPLE_DIM)
-    return len(inspect.signature(kind.forward).parameters) == 3 and _alike(norm(module, x, gate), module(x, gate))
+    x, gate = _sample(2 * _SAMPLE_ROWS, _SAMPLE_DIM).chunk(2)
+    return _same_norm(kind, norm, x, gate)
 
 
-def _norm_to_try(kind: Any) -> Any:
+def _same_norm(kind: Any, norm: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> bool:
+    """Not so where the forward of the kind takes more than these."""
     module = kind(_SAMPLE_DIM, eps=0.1).float()
     module.weight.copy_(torch.linspace(0.5, 2, _SAMPLE_DIM))
-    return module
+    takes = len(inspect.signature(module.forward).parameters)
+    return takes == len(inputs) and _alike(norm(module, *inputs), module(*inputs))
 
 
 def _try_rotation(own: Rotation, rotation: Rotation) -> bool:

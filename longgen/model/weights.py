@@ -33,8 +33,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(.+)")
 class Differences:
     """How weight files differ from the model that a config describes, in the model's names.
 
-    missing: weights the files lack, tied ones left out.   left_over: stored weights that nothing uses.
-    misshapen: "name is [a, b] where config.json calls for [c, d]".
+    missing: weights the files lack, tied ones left out.   left_over: "name (file)" of those that nothing uses.
+    misshapen: "name (file) is [a, b] where [c, d] belongs".
     """
 
     missing: tuple[str, ...]
@@ -54,8 +54,8 @@ def check_weights(folder: Path, config: Any, tensors: Mapping[str, StoredTensor]
     if quantised:
         stored = tensors[quantised[0]]
         raise CheckpointError(
-            f"{folder / stored.file} holds {quantised[0]} as {stored.dtype}: quantised weights cannot be run here; use "
-            "the checkpoint that is not quantised"
+            f"{folder / stored.file} holds {quantised[0]} as {stored.dtype}: longgen does not run quantised weights; "
+            "use the checkpoint that is not quantised"
         )
     _refuse_differences(folder, compare(tensors, config))
     gaps = sorted(_expert_gaps(tensors, config))
@@ -115,9 +115,18 @@ def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
         if name not in failed and tied.get(name, name) in (info.missing_keys | failed)
     }
     shapes = {name: (tuple(found), tuple(wanted)) for name, found, wanted in info.mismatched_keys}
-    misshapen = [f"{name} is {list(found)} where {list(wanted)} belongs" for name, (found, wanted) in shapes.items()]
+    misshapen = [
+        f"{_where(name, tensors)} is {list(found)} where {list(wanted)} belongs"
+        for name, (found, wanted) in shapes.items()
+    ]
     misshapen += [f"the parts of {name} do not make {list(expected.get(name, ()))}" for name in failed]
-    return Differences(tuple(sorted(missing)), tuple(sorted(info.unexpected_keys)), tuple(sorted(misshapen)))
+    left_over = [_where(name, tensors) for name in sorted(info.unexpected_keys)]
+    return Differences(tuple(sorted(missing)), tuple(left_over), tuple(sorted(misshapen)))
+
+
+def _where(name: str, tensors: Mapping[str, StoredTensor]) -> str:
+    """A weight and the file that holds it, where it is stored under the model's own name."""
+    return f"{name} ({tensors[name].file})" if name in tensors else name
 
 
 def _expert_gaps(tensors: Mapping[str, StoredTensor], config: Any) -> Iterator[str]:

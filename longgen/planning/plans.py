@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from longgen.errors import CapacityError, UsageError
-from longgen.kv.budget import DeviceBudget, cap_allocator, device_budget, host_budget
+from longgen.kv.budget import (
+    MEMORY_GROWTH,
+    DeviceBudget,
+    HostBudget,
+    cap_allocator,
+    device_budget,
+    host_budget,
+    total_memory,
+)
 from longgen.kv.memory_plan import Machine, MemoryPlan, PlanOptions
 from longgen.kv.plan import RUNTIME_BYTES, Planner
 from longgen.kv.predict import Prediction, Rates, given_rates, reference_rates
@@ -120,12 +128,29 @@ def _has_cuda() -> bool:
 
 
 def run_machine(limits: Limits, device: Any) -> Machine:
-    """The machine for `longgen run` on a torch device, without rates: see `rated_planner`."""
+    """The machine for `longgen run` on a torch device, without rates: see `rated_planner`.
+
+    A cap on the GPU's memory holds from here on, also for what is measured before there is a plan.
+    """
     if device.type != "cuda":
         if isinstance(limits.gpu_memory, int | float):
             raise UsageError("gpu_memory limits a GPU, and this run is on the CPU; leave it out, or give cpu_memory")
-        return Machine(host_budget(limits.cpu_memory), None, None, shared=True)
-    return Machine(host_budget(limits.cpu_memory), device_budget(limits.gpu_memory, device.index))
+        return Machine(_own_memory(limits.cpu_memory), None, None, shared=True)
+    budget = device_budget(limits.gpu_memory, device.index)
+    if limits.gpu_memory is not None:
+        cap_allocator(budget, RUNTIME_BYTES, device.index)
+    return Machine(_own_memory(limits.cpu_memory), budget)
+
+
+def _own_memory(cap: int | None) -> HostBudget:
+    """This machine's host memory. Raises CapacityError for a cap above what it could ever be given."""
+    there = total_memory()
+    if cap is not None and there is not None and cap > MEMORY_GROWTH * there:
+        raise CapacityError(
+            f"--cpu-memory {show_bytes(cap)} is more than {MEMORY_GROWTH} times the {show_bytes(there)} that this "
+            "machine has; lower it"
+        )
+    return host_budget(cap)
 
 
 def rated_planner(planner: Planner, prompt: int, new_tokens: int, device: Any) -> Planner:
@@ -153,7 +178,8 @@ def device_rates(device: Any, shape: ModelShape) -> Rates:
 
 
 def hold_to(plan: MemoryPlan, gpu_memory: int | float | None, device: Any) -> None:
-    """Makes torch keep to a cap that the user set: what goes over it fails instead of taking more of the card."""
+    """Makes torch keep to a cap that the user set, once it is measured what the process takes beside torch's memory:
+    what goes over it fails instead of taking more of the card."""
     if gpu_memory is not None and plan.machine.device is not None:
         cap_allocator(plan.machine.device, max(RUNTIME_BYTES, plan.device.runtime), device.index)
 
@@ -161,13 +187,20 @@ def hold_to(plan: MemoryPlan, gpu_memory: int | float | None, device: Any) -> No
 def plan_lengths(
     shape: ModelShape, machine: Machine, options: PlanOptions, lengths: Sequence[int], new_tokens: int
 ) -> list[MemoryPlan | CapacityError]:
-    """A plan for each length (prompt and `new_tokens` together), or why there is none."""
+    """A plan for each length (prompt and `new_tokens` together), or why there is none.
+
+    Raises UsageError for a length without room for a prompt.
+    """
     planner = Planner(shape, machine, options)
     results: list[MemoryPlan | CapacityError] = []
     for length in lengths:
-        new = min(new_tokens, length - 1)
+        if length <= new_tokens:
+            raise UsageError(
+                f"--max-len {length:,} has no room for a prompt beside --max-new-tokens {new_tokens:,}; raise the "
+                "one or lower the other"
+            )
         try:
-            results.append(planner.plan(length - new, new))
+            results.append(planner.plan(length - new_tokens, new_tokens))
         except CapacityError as error:
             results.append(error)
     return results
@@ -257,7 +290,8 @@ def table(shape: ModelShape, machine: Machine, results: Sequence[MemoryPlan | Ca
 def _machine_lines(machine: Machine) -> list[str]:
     """What memory there is, and why no more."""
     device, host = machine.device, machine.host
-    gpu, ram = "not checked: no GPU here and no --gpu-memory", "not checked"
+    gpu = "not checked: no GPU here and no --gpu-memory (a run on the CPU holds weights and buffers in host memory too)"
+    ram = "not checked"
     if device:
         gpu = f"{show_bytes(device.usable)} usable ({device.source})"
     if host:

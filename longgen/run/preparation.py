@@ -155,7 +155,7 @@ def opened(
     from longgen.engine import Engine
     from longgen.model.recurrence import slow_recurrence_note
     from longgen.planning.opening import begin_host_memory, options_of
-    from longgen.planning.plans import hold_to, rated_planner, summary
+    from longgen.planning.plans import rated_planner, summary
 
     options = replace(engine_options(settings), yarn_factor=stretch.factor)
     device, longest = options.torch_device(), max(sizes, key=sum)
@@ -163,7 +163,6 @@ def opened(
     plan = planner.plan(*longest)
     for line in summary(plan):
         print(f"longgen: {line}", file=err)
-    hold_to(plan, settings.gpu_memory, device)
     phases.end("plan")
     chosen = options_of(plan, options)
     with (

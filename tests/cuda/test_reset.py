@@ -23,11 +23,13 @@ SIZES = [256, 256, 70, *[1] * 30, 100]
 TOTAL = sum(SIZES)
 
 
-def open_on(build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int) -> Engine:
+def open_on(
+    build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int, *, compiled: bool = False
+) -> Engine:
     if device.type == "cpu" and (kind not in ("qwen3", "qwen3_next") or resident == 64):
         pytest.skip("tests/engine has the rest on the CPU")
     folder = build(kind, **options)
-    return open_engine(folder, chunk=256, resident=resident, device=str(device), dtype="bfloat16")
+    return open_engine(folder, chunk=256, resident=resident, device=str(device), dtype="bfloat16", compile=compiled)
 
 
 @pytest.mark.parametrize("resident", RESIDENT)
@@ -46,9 +48,23 @@ def test_a_b_a(
 def test_logits_are_the_same_bit_for_bit_after_poison(
     build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int
 ) -> None:
+    check_after_poison(open_on(build, device, kind, options, resident))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_compiled_code_leaves_nothing_either(build: Build, kind: str, options: dict[str, Any]) -> None:
+    def opened() -> Engine:
+        return open_on(build, torch.device("cuda"), kind, options, 3, compiled=True)
+
+    a, b = random_ids(531, seed=1), random_ids(700, seed=2)
+    check_a_b_a(opened(), answer(opened(), a), a, b)
+    check_after_poison(opened())
+
+
+def check_after_poison(engine: Engine) -> None:
     """Right after the poison, with nothing in between that waits: what was poisoned is not read, in whatever order."""
     ids = random_ids(TOTAL)
-    engine = open_on(build, device, kind, options, resident)
     fresh = feed(engine, ids, SIZES)
     for seed in range(3):
         engine.reset()

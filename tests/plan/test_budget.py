@@ -77,6 +77,29 @@ def test_in_a_container_the_mount_shows_only_its_own_part(tmp_path: Path) -> Non
     assert [limit.free for limit in cgroup_limits(tmp_path)] == [10 * GIB]
 
 
+def test_of_a_path_that_is_seen_in_part_the_part_binds(tmp_path: Path) -> None:
+    top = v2(machine(tmp_path), "/a/b/c")
+    v2_group(top / "a", 30 * GIB, 2 * GIB)
+    v2_group(top / "a/b", 16 * GIB, 1 * GIB)
+    assert {limit.free for limit in cgroup_limits(tmp_path)} == {28 * GIB, 15 * GIB}
+
+
+def test_mounts_and_groups_with_blanks_in_their_names(tmp_path: Path) -> None:
+    top = v2(machine(tmp_path), "/my job", at=r"my\040groups")
+    (tmp_path / "my groups").mkdir()
+    v2_group(tmp_path / "my groups/my job", 16 * GIB, 1 * GIB)
+    assert top != tmp_path / "my groups" and [limit.free for limit in cgroup_limits(tmp_path)] == [15 * GIB]
+
+
+def test_lines_that_are_not_understood_are_passed_over(tmp_path: Path) -> None:
+    top = v2(machine(tmp_path), "/job")
+    v2_group(top / "job", 16 * GIB, 1 * GIB)
+    for name in ("cgroup", "mountinfo"):
+        file = tmp_path / "proc/self" / name
+        file.write_text(f"nonsense\n1:2\n{file.read_text()}")
+    assert [limit.free for limit in cgroup_limits(tmp_path)] == [15 * GIB]
+
+
 def test_v1_limits_up_the_tree(tmp_path: Path) -> None:
     top = v1(machine(tmp_path), "/slurm/job")
     v1_group(top, NO_V1_LIMIT, 60 * GIB)

@@ -16,6 +16,7 @@ import torch
 from longgen.cli import main
 from longgen.engine import Engine
 from longgen.errors import CapacityError, UsageError
+from longgen.kv.budget import MEMORY_GROWTH, DeviceBudget, total_memory
 from longgen.kv.memory_plan import PlanOptions
 from longgen.kv.plan import Planner
 from longgen.kv.predict import reference_rates
@@ -24,6 +25,7 @@ from longgen.planning.plans import (
     Limits,
     device_rates,
     find_shape,
+    hold_to,
     parse_tflops,
     rated_planner,
     run_machine,
@@ -151,6 +153,25 @@ def test_of_every_known_model_the_type_of_the_weights_can_be_chosen(capsys: pyte
     assert all(row["longest"] < other["longest"] for row, other in zip(wide, own, strict=True) if other["longest"])
 
 
+def test_a_length_has_room_for_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "qwen3-0.6b", *BIG, "--max-new-tokens", "1000", "--max-len"]
+    assert main([*command, "4K,1000"]) == 2
+    said = capsys.readouterr()
+    wrong = "--max-len 1,000 has no room for a prompt beside --max-new-tokens 1,000; raise the one or lower the other"
+    assert (said.out, said.err) == ("", f"longgen: error: {wrong}\n")
+    assert main([*command, "1001"]) == 0
+
+
+def test_more_host_memory_than_the_machine_could_grow_to_is_refused() -> None:
+    there = total_memory()
+    assert there is not None
+    with pytest.raises(
+        CapacityError, match=r"--cpu-memory .* is more than 16 times the .* that this machine has; lower"
+    ):
+        run_machine(Limits(cpu_memory=MEMORY_GROWTH * there + 1), torch.device("cpu"))
+    assert run_machine(Limits(cpu_memory=MEMORY_GROWTH * there), torch.device("cpu")).host is not None
+
+
 def test_a_length_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--max-len", "4M"]) == 2
     assert capsys.readouterr().err.startswith("longgen: error: --max-len needs a --model; ")
@@ -256,6 +277,24 @@ def test_the_machine_is_read_from_its_files(tmp_path: Path) -> None:
 def test_a_gpu_cap_on_the_cpu_is_refused() -> None:
     with pytest.raises(UsageError, match="limits a GPU, and this run is on the CPU"):
         run_machine(Limits(gpu_memory=1 << 30), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("asked", [24 * GIB, None])
+def test_a_cap_holds_from_when_the_card_is_first_asked_for_memory(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None
+) -> None:
+    """Of a card of 100 GiB: what is left of the cap for torch's own memory, before and after the rest is measured."""
+    shares: list[float] = []
+    budget = DeviceBudget(asked or 100 * GIB, 100 * GIB, "a card")
+    monkeypatch.setattr(plans, "device_budget", lambda *_: budget)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
+    device = torch.device("cuda", 0)
+    assert run_machine(Limits(gpu_memory=asked), device).device is budget
+    plan = Planner(SMALL, replace(sized(24), device=budget)).plan(1000, 10)
+    measured = replace(plan, device=replace(plan.device, runtime=2 * GIB))
+    hold_to(measured, asked, device)
+    hold_to(plan, asked, device)
+    assert shares == ([(24 - 0.75) / 100, (24 - 2) / 100, (24 - 0.75) / 100] if asked else [])
 
 
 @pytest.mark.parametrize(("gpu", "prompt", "measures"), [(24, 1000, False), (24, 100_000, True), (2.5, 1000, True)])

@@ -153,7 +153,7 @@ def test_nothing_is_made_while_a_step_is_timed(build: Build, monkeypatch: pytest
 
 
 def test_a_run_lets_its_supply_rest_while_it_measures(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, rested = tiny_planner(build("qwen3"), 900 << 20), []
+    planner, rested, held = tiny_planner(build("qwen3"), 900 << 20), [], []
     plan = planner.plan(250_000, 10)
 
     def measured(*args: Any) -> MeasuredUse:
@@ -162,10 +162,10 @@ def test_a_run_lets_its_supply_rest_while_it_measures(build: Build, monkeypatch:
 
     monkeypatch.setattr(opening, "measure_use", measured)
     monkeypatch.setattr(opening, "meter_of", lambda *_: FakeMeter(1, 1))
-    monkeypatch.setattr("longgen.planning.plans.hold_to", lambda *_: None)
+    monkeypatch.setattr("longgen.planning.plans.hold_to", lambda final, *_: held.append(final.device.runtime))
     with closing(HostSupply(CpuTransfer())) as supply:
         refit(planner, plan, Settings(), supply, io.StringIO(), load(build("qwen3")), OPTIONS)
-        assert rested == [supply]
+        assert rested == [supply] and held == [plan.device.runtime]
 
 
 def test_what_does_not_fit_after_all_is_one_error_with_numbers(build: Build) -> None:
