@@ -45,7 +45,7 @@ def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
     ]
     assert all(row["host_bytes"] == row["kv"] for row in planned["rows"])
     assert [row["begun"] for row in planned["pinning"]] == ["before", "with the plan", "with the prefill"] * 2
-    assert len(planned["refusals"]) == 1 and not planned["missed"]
+    assert len(planned["refusals"]) == 2 and not planned["missed"]
     speed = result["sections"]["speed"]["rows"]
     assert [(row["tokens"], row["resident_blocks"]) for row in speed] == [(256, 0), (1024, 0), (1024, 65)]
 
