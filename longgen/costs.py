@@ -93,7 +93,7 @@ def traffic_bytes(shape: ModelShape, *, compiled: bool = False) -> int:
     total = len(shape.kinds) * (2 * norm + 12 + 4) * shape.hidden + attending * _attention_traffic(shape, compiled)
     if shape.delta is not None:
         values = shape.delta.value_heads * shape.delta.value_dim
-        total += shape.count(RECURRENT) * (2 * shape.hidden + 40 * shape.delta.conv_dim + 40 * values)
+        total += shape.count(RECURRENT) * (2 * shape.hidden + 40 * (shape.delta.conv_dim + values))
     dense = len(shape.kinds)
     if shape.experts is not None:
         dense, experts = len(shape.experts.dense_layers), shape.experts

@@ -246,6 +246,14 @@ def total_memory(root: Path = Path("/")) -> int | None:
     return _meminfo(root).get("MemTotal")
 
 
+def beyond_machine(nbytes: int) -> str | None:
+    """How many more so many bytes are than this machine could ever be given; None: they are not, or it is unknown."""
+    there = total_memory()
+    if there is None or nbytes <= MEMORY_GROWTH * there:
+        return None
+    return f"more than {MEMORY_GROWTH} times the {show_bytes(there)} that this machine has"
+
+
 def _meminfo(root: Path) -> dict[str, int]:
     values = {}
     for line in _lines(root / "proc/meminfo"):

@@ -12,7 +12,7 @@ import torch
 from longgen.attention.kernels import Kernels
 from longgen.ends import do_all
 from longgen.errors import CapacityError, SlotError
-from longgen.kv.budget import MEMORY_GROWTH, total_memory
+from longgen.kv.budget import beyond_machine
 from longgen.kv.counters import Counters, TierBlocks
 from longgen.kv.device_buffers import DecodeBuffers, KVBuffer, PrefillBuffers, ResidentTier, RingBuffer, WindowBuffers
 from longgen.kv.filling import write_random_chunk
@@ -120,11 +120,11 @@ class KVStore:
     def announce(self, slot_id: int, tokens: int) -> None:
         """Says how many tokens the slot's request will have in all, so that host memory is cut to fit exactly and made
         in the background from now on. Raises CapacityError if they are more than the machine could ever hold."""
-        needed, there = self.sizes.host_bytes(self.layout.shape, tokens), total_memory()
-        if there is not None and needed > MEMORY_GROWTH * there:
+        needed = self.sizes.host_bytes(self.layout.shape, tokens)
+        if excess := beyond_machine(needed):
             raise CapacityError(
-                f"a request of {tokens:,} tokens needs {show_bytes(needed)} of host memory for its KV cache, more than "
-                f"{MEMORY_GROWTH} times the {show_bytes(there)} that this machine has; give fewer new tokens"
+                f"a request of {tokens:,} tokens needs {show_bytes(needed)} of host memory for its KV cache, {excess}; "
+                "give fewer new tokens"
             )
         self._parts.host.announce(self.slots[slot_id].id, tokens)
 

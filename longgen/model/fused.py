@@ -113,7 +113,7 @@ def _shifted_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gated_norm(module: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """The forward of an RMSNorm of x [rows, channels], times its weight and SiLU of the gate (of x's sort)."""
+    """The forward of an RMSNorm of x [rows, channels], times its weight and SiLU of a gate like x."""
     return F.silu(gate).mul_(_scaling_norm(module, x))
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.budget import (
-    MEMORY_GROWTH,
     DeviceBudget,
     HostBudget,
+    beyond_machine,
     cap_allocator,
     device_budget,
     host_budget,
-    total_memory,
 )
 from longgen.kv.memory_plan import Machine, MemoryPlan, PlanOptions
 from longgen.kv.plan import RUNTIME_BYTES, Planner
@@ -144,12 +143,8 @@ def run_machine(limits: Limits, device: Any) -> Machine:
 
 def _own_memory(cap: int | None) -> HostBudget:
     """This machine's host memory. Raises CapacityError for a cap above what it could ever be given."""
-    there = total_memory()
-    if cap is not None and there is not None and cap > MEMORY_GROWTH * there:
-        raise CapacityError(
-            f"--cpu-memory {show_bytes(cap)} is more than {MEMORY_GROWTH} times the {show_bytes(there)} that this "
-            "machine has; lower it"
-        )
+    if cap is not None and (excess := beyond_machine(cap)):
+        raise CapacityError(f"--cpu-memory {show_bytes(cap)} is {excess}; lower it")
     return host_budget(cap)
 
 

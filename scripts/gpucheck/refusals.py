@@ -89,5 +89,7 @@ def _judged(case: Case, process: subprocess.Popen[str]) -> dict[str, Any]:
     out, err = process.communicate()
     errors = [line for line in err.splitlines() if line.startswith("longgen: error: ")]
     last = (err.splitlines() or [""])[-1]
-    ok = process.returncode == 1 and not out and errors == [last] and case.says in last
+    numbers = any(letter.isdigit() for letter in last)
+    ok = process.returncode == 1 and not out and errors == [last] and numbers and "Traceback" not in err
+    ok &= case.says in last and not any("tok/s" in line and "prompt tokens" in line for line in err.splitlines())
     return {"case": case.name, "ok": ok, "code": process.returncode, "says": last}
