@@ -29,8 +29,9 @@ from longgen.kv.transfer import make_current, open_transfer
 from longgen.model.provider import Provider
 from longgen.model.quiet import quiet_transformers
 from longgen.planning.facts import machine_facts, versions
+from longgen.planning.machine import Limits, device_rates, hold_to, run_machine
 from longgen.planning.opening import meter_of, options_of, plan_again
-from longgen.planning.plans import Limits, device_rates, hold_to, run_machine, summary
+from longgen.planning.plans import summary
 from longgen.run.preparation import engine_options
 from longgen.shortage import shortage_reported
 from longgen.tracing import trace_path, traced

@@ -9,19 +9,8 @@ from typing import TextIO
 from longgen.config import Settings
 from longgen.errors import CapacityError, UsageError
 from longgen.kv.memory_plan import MemoryPlan, PlanOptions
-from longgen.planning.plans import (
-    Limits,
-    as_json,
-    find_shape,
-    longest_request,
-    parse_gbps,
-    parse_tflops,
-    plan_lengths,
-    reach,
-    reach_table,
-    table,
-    this_machine,
-)
+from longgen.planning.machine import Limits, parse_gbps, parse_tflops, this_machine
+from longgen.planning.plans import as_json, find_shape, longest_request, plan_lengths, reach, reach_table, table
 
 _USUAL_HEAD = 128  # which the machine's rates are shown for where no model is named
 

@@ -121,7 +121,7 @@ def make_planner(checkpoint: Checkpoint, settings: Settings) -> Planner:
     from longgen.kv.plan import Planner
     from longgen.kv.transfer import make_current
     from longgen.model.shape import model_shape
-    from longgen.planning.plans import Limits, run_machine
+    from longgen.planning.machine import Limits, run_machine
 
     options = engine_options(settings)
     device = options.torch_device()
@@ -154,8 +154,9 @@ def opened(
     """
     from longgen.engine import Engine
     from longgen.model.recurrence import slow_recurrence_note
+    from longgen.planning.machine import rated_planner
     from longgen.planning.opening import begin_host_memory, options_of
-    from longgen.planning.plans import rated_planner, summary
+    from longgen.planning.plans import summary
 
     options = replace(engine_options(settings), yarn_factor=stretch.factor)
     device, longest = options.torch_device(), max(sizes, key=sum)
@@ -193,8 +194,9 @@ def refit(
 
     Raises CapacityError if it does not fit after all.
     """
+    from longgen.planning.machine import hold_to
     from longgen.planning.opening import meter_of, options_of, plan_again
-    from longgen.planning.plans import correction, hold_to
+    from longgen.planning.plans import correction
 
     final = plan_again(planner, plan, provider, options, meter_of(provider.device, plan), supply)
     if line := correction(plan, final):

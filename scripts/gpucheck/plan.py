@@ -27,8 +27,8 @@ from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import open_transfer
 from longgen.model.provider import Provider
 from longgen.model_shape import ModelShape
+from longgen.planning.machine import Limits, device_rates, hold_to, run_machine
 from longgen.planning.opening import begin_host_memory, meter_of, options_of, plan_again
-from longgen.planning.plans import Limits, device_rates, hold_to, run_machine
 
 CAP = 24 << 30
 WARM_UP, STEPS = 2, 4

@@ -15,8 +15,8 @@ from longgen.kv.predict import reference_rates
 from longgen.model.checkpoint import read_config
 from longgen.model.provider import Provider
 from longgen.model.shape import model_shape
+from longgen.planning.machine import hold_to
 from longgen.planning.opening import meter_of, options_of, plan_again
-from longgen.planning.plans import hold_to
 from tests.checkpoints import Build, random_ids
 
 CAP = 3 << 30

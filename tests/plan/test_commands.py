@@ -20,18 +20,17 @@ from longgen.kv.budget import MEMORY_GROWTH, DeviceBudget, total_memory
 from longgen.kv.memory_plan import PlanOptions
 from longgen.kv.plan import Planner
 from longgen.kv.predict import reference_rates
-from longgen.planning import plans
-from longgen.planning.plans import (
+from longgen.planning import machine as machines
+from longgen.planning.machine import (
     Limits,
     device_rates,
-    find_shape,
     hold_to,
     parse_tflops,
     rated_planner,
     run_machine,
-    summary,
     this_machine,
 )
+from longgen.planning.plans import find_shape, summary
 from longgen.run.jobs import JobMaker
 from tests.checkpoints import Build
 from tests.plan.machines import GIB, machine
@@ -88,9 +87,9 @@ def test_a_plan_without_a_gpu_imports_no_torch(options: list[str]) -> None:
 
 def test_a_gpu_that_torch_does_not_see_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: None)
-    assert not plans._has_cuda()
+    assert not machines._has_cuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert plans._has_cuda()
+    assert machines._has_cuda()
 
 
 def test_a_plan_as_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +285,7 @@ def test_a_cap_holds_from_when_the_card_is_first_asked_for_memory(
     """Of a card of 100 GiB: what is left of the cap for torch's own memory, before and after the rest is measured."""
     shares: list[float] = []
     budget = DeviceBudget(asked or 100 * GIB, 100 * GIB, "a card")
-    monkeypatch.setattr(plans, "device_budget", lambda *_: budget)
+    monkeypatch.setattr(machines, "device_budget", lambda *_: budget)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
     device = torch.device("cuda", 0)
     assert run_machine(Limits(gpu_memory=asked), device).device is budget
@@ -302,7 +301,7 @@ def test_rates_are_measured_only_where_they_can_change_the_plan(
     monkeypatch: pytest.MonkeyPatch, gpu: float, prompt: int, measures: bool
 ) -> None:
     measured = replace(reference_rates(128), source="measured here")
-    monkeypatch.setattr(plans, "device_rates", lambda *_: measured)
+    monkeypatch.setattr(machines, "device_rates", lambda *_: measured)
     unrated = Planner(SMALL, replace(sized(gpu), rates=None))
     plan = rated_planner(unrated, prompt, 10, torch.device("cuda")).plan(prompt, 10)
     assert plan.machine.rates == (measured if measures else None)
@@ -427,7 +426,7 @@ def test_the_longest_of_several_prompts_is_planned(
         asked.append((count, new_tokens))
         raise CapacityError("enough seen")
 
-    monkeypatch.setattr(plans.Planner, "plan", refuse)
+    monkeypatch.setattr(Planner, "plan", refuse)
     assert main(_run(build("qwen3"), short, "--prompt", str(prompt))) == 1
     assert asked[0][0] > 100
     assert asked[0][1] == 2

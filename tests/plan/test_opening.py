@@ -162,7 +162,7 @@ def test_a_run_lets_its_supply_rest_while_it_measures(build: Build, monkeypatch:
 
     monkeypatch.setattr(opening, "measure_use", measured)
     monkeypatch.setattr(opening, "meter_of", lambda *_: FakeMeter(1, 1))
-    monkeypatch.setattr("longgen.planning.plans.hold_to", lambda final, *_: held.append(final.device.runtime))
+    monkeypatch.setattr("longgen.planning.machine.hold_to", lambda final, *_: held.append(final.device.runtime))
     with closing(HostSupply(CpuTransfer())) as supply:
         refit(planner, plan, Settings(), supply, io.StringIO(), load(build("qwen3")), OPTIONS)
         assert rested == [supply] and held == [plan.device.runtime]
