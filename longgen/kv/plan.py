@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from longgen.costs import estimate_activations
+from longgen.costs import estimate_activations, started_layers
 from longgen.errors import CapacityError
 from longgen.kv.memory_plan import DeviceNeeds, HostNeeds, Machine, MeasuredUse, MemoryPlan, PlanOptions
 from longgen.kv.predict import Prediction, Rates, balanced_chunk, predict, reference_rates
@@ -49,7 +49,7 @@ class Planner:
         Raises UsageError for a chunk size that is not a multiple of the block size.
         """
         if use is not None and use.step_seconds is not None and machine.rates is not None:
-            measured = replace(machine.rates, layer=use.step_seconds / len(model.kinds))
+            measured = replace(machine.rates, layer=use.step_seconds / started_layers(model))
             machine = replace(machine, rates=measured)
         self.model, self.machine = model, machine
         self._options = options or PlanOptions()

@@ -7,7 +7,7 @@ A chunk of c tokens after p earlier ones takes the longest of four things that r
               + traffic_bytes * c / memory rate
     loads     bytes of the past that is not resident / load rate
     offloads  bytes of the chunk's own K and V that are not resident / offload rate
-    launches  layers * layer seconds + runs read * RUN_PART of them, the host's time to start the kernels
+    launches  started layers * layer seconds + runs read * RUN_PART of them, the host's time to start the kernels
 
 Attention and matrix products run at 93% of their rates, which are measured over a moment: in longer work the card's
 power limit lowers its clock. Decoding takes the longest of loads, launches, and reading the active weights and all K
@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longgen.costs import attention_flop, layer_flop, traffic_bytes
+from longgen.costs import attention_flop, layer_flop, started_layers, traffic_bytes
 from longgen.kv.shape import KVShape
 from longgen.kv.sizes import StoreSizes
 from longgen.model_shape import FULL, WINDOW, ModelShape
 
-LAYER_SECONDS = 1.2e-3  # of eager modules: a decode step of 28 layers took 16 to 50 ms on hosts of one kind
+# Of eager modules, attention and an MLP: a decode step of 28 layers takes 16 to 22 ms on hosts of one kind, up to 50
+# where they have other work. It takes a host as long as so many small operations alone: 70 to 118 of them, as seen.
+LAYER_SECONDS = 0.7e-3
+LAYER_STARTS = 85
 RUN_PART = 0.1  # of a layer's time, to start a load, one attention call and its merge
 HELD = 0.93  # of the FLOP rates of a moment, what a card at its power limit holds
 MERGE_BYTES = 5  # moved per query channel and row to merge one run, by the Triton kernel: two at a time into the sum
@@ -37,7 +40,7 @@ H200_ATTENTION = ((64, 478e12), (128, 692e12), (256, 754e12))
 H200_MATMUL = 790e12
 H200_COPIES = 55.4e9
 H200_MEMORY = 2.7e12
-H200_PIN = 4.1e9  # on its host, a virtual machine of 16 cores
+H200_PIN = 8.3e9  # on its host, a virtual machine of 16 cores; 13.6e9 on one of 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Rates:
         memory: bytes of device memory moved.
         pin: bytes of host memory mapped, touched and pinned by background threads.
         source: where the numbers come from, for people.
-        layer: seconds that the host takes to start the kernels of one layer.
+        layer: seconds that the host takes to start the kernels of a layer of attention and an MLP.
     """
 
     attention: float
@@ -197,7 +200,7 @@ def _decode(shape: ModelShape, kv: KVShape, sizes: StoreSizes, rates: Rates, len
 
 def _launches(shape: ModelShape, rates: Rates, runs: float) -> float:
     """Seconds that the host takes to start a pass whose full-attention layers read `runs` runs each from its memory."""
-    return rates.layer * (len(shape.kinds) + RUN_PART * shape.count(FULL) * runs)
+    return rates.layer * (started_layers(shape) + RUN_PART * shape.count(FULL) * runs)
 
 
 def _resident_tokens(kv: KVShape, sizes: StoreSizes) -> float:

@@ -12,7 +12,7 @@ import torch
 from longgen.attention.backends import default_kernels
 from longgen.attention.call import AttentionCall
 from longgen.attention.plain import PlainTorch
-from longgen.kv.predict import Rates
+from longgen.kv.predict import LAYER_STARTS, Rates
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import Transfer, open_transfer
 from longgen.model_shape import ModelShape
@@ -24,6 +24,7 @@ REPEATS = 4
 ROUNDS = 3  # of what runs on the device's cores, whose clock rises as they get to work; the best counts
 ROWS, KEYS = 8192, 16384  # of the attention call: many rows over one run of the ring
 SIDE = 8192  # of the matrices
+STARTS, STARTED_NUMBERS = 256, 64  # operations that only start, and what each is done to
 # Modules run many kernels smaller than the one that is measured; together they reach this part of its rate.
 MODULE_SHARE = 0.65
 
@@ -113,6 +114,17 @@ def measure_memory(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock = 
     return 2.0 * nbytes / _seconds(lambda: target.copy_(source), transfer, clock)
 
 
+def measure_starts(transfer: Transfer, count: int = STARTS, clock: Clock = time.perf_counter) -> float:
+    """Operations a second that the host starts, so small that none waits for the one before."""
+    numbers = torch.zeros(STARTED_NUMBERS, device=transfer.device)
+
+    def several() -> None:
+        for _ in range(count):
+            numbers.add_(1)
+
+    return count / _seconds(several, transfer, clock)
+
+
 def best_of(measure: Callable[[], float]) -> float:
     """The highest of a few rates."""
     return max(measure() for _ in range(ROUNDS))
@@ -163,6 +175,7 @@ def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
         memory=MODULE_SHARE * best_of(lambda: measure_memory(transfer, COPY_BYTES)),
         pin=measure_pinning(transfer, COPY_BYTES),
         source="measured here",
+        layer=LAYER_STARTS / best_of(lambda: measure_starts(transfer)),
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -46,9 +46,18 @@ TIMES = (
     "prefill_s",
     "predicted_s",
     "bound",
+    "first_s",
     "decode_rate",
     "predicted_rate",
+    "first_rate",
     "decode_bound",
+)
+# Measured, and predicted once a chunk was measured (predicted) and before anything was loaded (first).
+JUDGED = (
+    ("prefill_s", "predicted_s"),
+    ("prefill_s", "first_s"),
+    ("decode_rate", "predicted_rate"),
+    ("decode_rate", "first_rate"),
 )
 PINNING = ("tokens", "begun", "lead_s", "prefill_s", "slower")
 BEGUN = ("before", "with the plan", "with the prefill")  # when host memory is made; the first is compared against
@@ -73,10 +82,13 @@ def run(settings: Settings) -> Result:
     others, steps = _others(settings)
     rows: list[dict[str, Any]] = []
     pinned: list[dict[str, Any]] = []
+    layers: dict[str, float | None] = {}
     rate = _pin_rate(settings)
     say(f"  pinning in the background: {rate / 2**30:.2f} GiB/s")
     for name, shape in (("qwen3-0.6b", usual_shape), ("qwen2.5-7b", larger_shape)):
         subject = _subject(name, shape(settings.small), settings)
+        rates = subject.planner.machine.rates
+        layers[name] = rates.layer if rates else None
         rows += _lengths(subject, settings, others)
         if name == "qwen3-0.6b":
             pinned += _pinning(subject, settings)
@@ -87,7 +99,7 @@ def run(settings: Settings) -> Result:
     if settings.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, settings.device)
     data = {"rows": rows, "pinning": pinned, "pin_bytes_per_s": rate, "refusals": refused, "context": steps}
-    return Result(not missed, data | {"others": others, "missed": missed})
+    return Result(not missed, data | {"layer_s": layers, "others": others, "missed": missed})
 
 
 def _others(settings: Settings) -> tuple[int, list[dict[str, Any]]]:
@@ -150,7 +162,7 @@ def _length(subject: Subject, plan: MemoryPlan, provider: Provider, settings: Se
             "unused": meter.reserved() - meter.peak() if meter else None,
         }
     _settle(device)
-    budget, needs, times = final.machine.device, final.device, final.prediction
+    budget, needs, times, first = final.machine.device, final.device, final.prediction, plan.prediction
     return measured | {
         "model": subject.name,
         "tokens": plan.prompt,
@@ -169,6 +181,8 @@ def _length(subject: Subject, plan: MemoryPlan, provider: Provider, settings: Se
         "predicted_s": times.prefill_seconds if times else None,
         "bound": times.prefill_bound if times else None,
         "predicted_rate": times.decode_rate if times else None,
+        "first_s": first.prefill_seconds if first else None,  # what is said before anything is loaded
+        "first_rate": first.decode_rate if first else None,
         "decode_bound": times.decode_bound if times else None,
     }
 
@@ -274,9 +288,9 @@ def _missed(rows: list[dict[str, Any]], pinned: list[dict[str, Any]]) -> Iterato
         if row["kv"] >= HOST_FROM and abs(row["host_rss"] / row["kv"] - 1) > HOST_PART:
             yield f"{where}: {row['host_rss']:,} bytes of host memory more, for {row['kv']:,} of KV"
         if row["predicted_s"] is not None and row["tokens"] != 262_144:
-            for got, said in (("prefill_s", "predicted_s"), ("decode_rate", "predicted_rate")):
+            for got, said in JUDGED:
                 if abs(row[said] / row[got] - 1) > TIME_PART:
-                    yield f"{where}: {got} is {row[got]:.3g}, {row[said]:.3g} predicted"
+                    yield f"{where}: {got} is {row[got]:.3g}, {said} {row[said]:.3g}"
     for model in dict.fromkeys(row["model"] for row in rows):
         used = [row["used"] for row in rows if row["model"] == model and row["kv"]]
         if used and max(used) > (1 + SAME_PART) * min(used):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ SLACK = 256 << 20  # of what is planned against what is used
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="the card's memory is measured, which other workers of pytest take and give back meanwhile",
+)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
 def test_the_process_stays_under_its_cap_and_uses_what_was_planned(build: Build, kind: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())

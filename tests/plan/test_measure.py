@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 import torch
 
+from longgen.kv.predict import LAYER_SECONDS, LAYER_STARTS
 from longgen.kv.transfer import CpuTransfer
 from longgen.planning.measure import (
     REPEATS,
@@ -17,6 +18,7 @@ from longgen.planning.measure import (
     measure_memory,
     measure_pinning,
     measure_rates,
+    measure_starts,
 )
 from tests.plan.shapes import SLIDING
 
@@ -33,6 +35,7 @@ def test_rates_are_work_over_time() -> None:
     assert copies.pinned_refusal is None
     assert measure_matmul(CpuTransfer(), torch.float32, 8, clock.__next__) == 2 * 8**3 * REPEATS
     assert measure_memory(CpuTransfer(), 1000, clock.__next__) == 2000 * REPEATS
+    assert measure_starts(CpuTransfer(), 5, clock.__next__) == 5 * REPEATS
     assert measure_pinning(CpuTransfer(), 3 << 10, clock.__next__) == 3 << 10
     flop = 4 * SLIDING.q_heads * SLIDING.head_dim * 3 * 256
     assert measure_attention(CpuTransfer(), SLIDING, 3, 256, clock.__next__) == flop * REPEATS
@@ -42,14 +45,21 @@ def test_every_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("COPY_BYTES", 1 << 16), ("ROWS", 8), ("KEYS", 256), ("SIDE", 32)):
         monkeypatch.setattr(f"longgen.planning.measure.{name}", size)
     rates = measure_rates(torch.device("cpu"), SLIDING)
-    assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory, rates.pin) > 0
+    assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory, rates.pin, rates.layer) > 0
+    assert rates.layer != LAYER_SECONDS
     assert rates.source == "measured here"
 
 
 def test_of_rates_on_the_cores_the_best_counts_and_modules_reach_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, rising in (("attention", (1.0, 3.0, 2.0)), ("matmul", (5.0, 6.0, 7.0)), ("memory", (9.0, 10.0, 8.0))):
+    rounds = {
+        "attention": (1.0, 3.0, 2.0),
+        "matmul": (5.0, 6.0, 7.0),
+        "memory": (9.0, 10.0, 8.0),
+        "starts": (50.0, 85.0, 60.0),
+    }
+    for name, rising in rounds.items():
         measured = iter(rising)
         monkeypatch.setattr(f"longgen.planning.measure.measure_{name}", lambda *_, of=measured: next(of))
     monkeypatch.setattr("longgen.planning.measure.COPY_BYTES", 1 << 16)
     rates = measure_rates(torch.device("cpu"), SLIDING)
-    assert (rates.attention, rates.matmul, rates.memory) == (3.0, 7.0, 6.5)
+    assert (rates.attention, rates.matmul, rates.memory, rates.layer) == (3.0, 7.0, 6.5, LAYER_STARTS / 85)

@@ -21,7 +21,7 @@ from longgen.kv.sizes import StoreSizes
 from longgen.kv.store import KVStore
 from longgen.kv.transfer import CpuTransfer
 from longgen.model_shape import WINDOW, ModelShape
-from longgen.planning.plans import correction
+from longgen.planning.plans import correction, find_shape
 from tests.plan.machines import GIB
 from tests.plan.shapes import SEVEN, SLIDING, SMALL, machine
 
@@ -182,6 +182,9 @@ def test_a_measured_step_takes_the_place_of_the_time_that_kernels_are_thought_to
     after = planner.again(before, MeasuredUse(500 << 20, 0, 1 << 20, step_seconds=0.1))
     assert after.prediction is not None and after.prediction.decode_rate == pytest.approx(10)
     assert "decode about 10.0 tok/s" in str(correction(before, after))
+    hybrid = Planner(find_shape("qwen3.5-0.8b"), machine(24))  # whose layers do not take the same time
+    measured = hybrid.again(hybrid.plan(30_000, 256), MeasuredUse(500 << 20, 0, 1 << 20, step_seconds=0.1))
+    assert measured.prediction is not None and measured.prediction.decode_rate == pytest.approx(10)
 
 
 def test_a_chunk_that_takes_less_than_was_thought_leaves_more_blocks_on_the_device() -> None:
