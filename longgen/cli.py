@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,15 +18,18 @@ from longgen.commands.plan import plan
 from longgen.commands.run import run
 from longgen.errors import LongGenError, OutputError, UsageError
 
+# click's UsageError: of click itself, or of the copy of it that newer releases of typer bring along.
+_WRONG_CALL: type[Exception] = typer.BadParameter.__bases__[0]
+
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Generate after very long prompts on one GPU, with the KV cache in host memory.",
 )
 
-evaluation = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Judge what a model finds in long text.")
+evaluation = typer.Typer(rich_markup_mode=None, help="Judge what a model finds in long text.")
 evaluation.command()(needle)
 app.add_typer(evaluation, name="eval")
 
@@ -42,11 +45,15 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Generate after very long prompts on one GPU, with the KV cache in host memory."""
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(UsageError.exit_code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,14 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _call(arguments: Sequence[str] | None) -> int:
     try:
-        app(args=arguments, prog_name="longgen")
+        return app(args=arguments, prog_name="longgen", standalone_mode=False) or 0
     except LongGenError as error:
         return _fail(str(error), error.exit_code)
+    except _WRONG_CALL as error:
+        return _fail(_wrong_call(error), UsageError.exit_code)
+    except ImportError as error:
+        return _fail(f"a library cannot be imported: {error}; install longgen again", LongGenError.exit_code)
     except OSError as error:  # of the text that --help writes
         return _fail(str(error), LongGenError.exit_code)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
-    return 0
+
+
+def _wrong_call(error: Any) -> str:
+    """What is wrong with the arguments, and which help explains them, in one line. error: a _WRONG_CALL."""
+    command = error.ctx.command_path if error.ctx else "longgen"
+    return f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help"
 
 
 def _flush(code: int) -> int:

@@ -209,7 +209,8 @@ def _no_weights(*_: object, **__: object) -> None:
         (("--model", "x" * 300), "is neither a folder here nor a valid hub id"),
         (("--config", "nowhere.yaml"), "longgen: error: the configuration nowhere.yaml cannot be read"),
         (("--prompt", "nowhere.txt"), "longgen: error: the prompt nowhere.txt cannot be read"),
-        (("--no-such-flag",), "--no-such-flag"),
+        (("--no-such-flag",), "longgen: error: No such option: --no-such-flag; see longgen run --help\n"),
+        (("more",), "longgen: error: Got unexpected extra argument"),
     ],
 )
 def test_usage_errors_exit_2_and_leave_standard_output_empty(
@@ -219,7 +220,48 @@ def test_usage_errors_exit_2_and_leave_standard_output_empty(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
-    assert "Traceback" not in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["eval"], ["longgen: error: Missing command; see longgen eval --help"]),
+        (["sing"], ["longgen: error: No such command 'sing'; see longgen --help"]),
+        (["plan", "--model"], ["longgen: error: Option '--model' requires an argument; see longgen --help"]),
+        ([], ["Usage: longgen [OPTIONS] COMMAND [ARGS]..."]),
+    ],
+)
+def test_a_command_that_is_none_exits_with_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], lines: list[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    said = captured.err.splitlines()
+    assert captured.out == ""
+    assert said[0].startswith(lines[0])
+    assert len(said) == 1 or not arguments  # without any, the help
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["run", "--model", "demo", "--prompt", "prompt.txt"]])
+def test_a_library_that_cannot_be_imported_is_one_line(prompt: Path, tmp_path: Path, command: list[str]) -> None:
+    broken = tmp_path / "torch"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "longgen", *command],
+        cwd=prompt.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "longgen: error: a library cannot be imported: libcudart.so.13: cannot open shared object file; "
+        "install longgen again\n"
+    )
 
 
 def _without(descriptors: str, *arguments: str) -> tuple[int, bytes, str]:
