@@ -6,9 +6,18 @@ from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
+import torch
 
 from longgen.errors import CapacityError
-from longgen.kv.budget import MAX_RESERVE, cgroup_limits, host_budget, limit_device, locked_memory_limit
+from longgen.kv.budget import (
+    CONTEXT_BYTES,
+    MAX_RESERVE,
+    cgroup_limits,
+    device_budget,
+    host_budget,
+    limit_device,
+    locked_memory_limit,
+)
 from tests.plan.machines import GIB, machine, v1, v1_group, v2, v2_group, write
 
 NO_V1_LIMIT = 9223372036854771712
@@ -174,6 +183,14 @@ def test_the_limit_on_locked_memory(tmp_path: Path) -> None:
 def test_a_device_without_a_cap_gives_what_is_free_and_what_is_held() -> None:
     budget = limit_device(None, free=130 * GIB, total=140 * GIB, held=1 * GIB)
     assert (budget.usable, budget.total) == (131 * GIB, 140 * GIB)
+
+
+def test_what_torch_holds_and_a_context_count_as_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 * GIB)
+    for free, usable in ((100 * GIB, 110 * GIB + CONTEXT_BYTES), (130 * GIB - 1000, 140 * GIB)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 140 * GIB))
+        budget = device_budget(None)
+        assert (budget.usable, budget.others) == (usable, 140 * GIB - usable)
 
 
 def test_a_device_cap_in_bytes_or_as_a_fraction_of_the_card() -> None:

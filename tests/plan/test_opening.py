@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from longgen.cli import main
 from longgen.config import Settings
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError
@@ -166,6 +168,29 @@ def test_a_run_lets_its_supply_rest_while_it_measures(build: Build, monkeypatch:
     with closing(HostSupply(CpuTransfer())) as supply:
         refit(planner, plan, Settings(), supply, io.StringIO(), load(build("qwen3")), OPTIONS)
         assert rested == [supply] and held == [plan.device.runtime]
+
+
+def test_a_run_keeps_to_what_is_planned_after_measuring(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("All the words of a text, one after another. " * 20, encoding="utf-8")
+
+    def planned(planner: Planner, plan: MemoryPlan, *_: object) -> MemoryPlan:
+        return replace(plan, sizes=replace(plan.sizes, resident_blocks=3))
+
+    monkeypatch.setattr(opening, "plan_again", planned)
+    monkeypatch.setattr("longgen.model.recurrence.slow_recurrence_note", lambda *_: "as slow as can be")
+    arguments = ["--block-size", "16", "--chunk-size", "64", "--device", "cpu", "--max-new-tokens", "2", "--stats"]
+    folder = build("qwen3")
+    assert main(["run", "--model", str(folder), "-f", str(prompt), *arguments]) == 0
+    err = capsys.readouterr().err
+    assert err.count("longgen: note: as slow as can be\n") == 1
+    figures = [json.loads(line.removeprefix("longgen: stats ")) for line in err.splitlines() if ": stats {" in line]
+    (request,) = (each for each in figures if "request" in each)
+    (phases,) = (each["phases"] for each in figures if "phases" in each)
+    assert request["blocks"]["resident"] == 3 * read_config(folder).num_hidden_layers
+    assert 0 < phases["load"] < phases["import"] + phases["plan"] + phases["load"]
 
 
 def test_what_does_not_fit_after_all_is_one_error_with_numbers(build: Build) -> None:
