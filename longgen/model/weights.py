@@ -7,6 +7,7 @@ key conversion (prefixes, experts stored one by one) into a model without memory
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -119,14 +120,33 @@ def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
         f"{_where(name, tensors)} is {list(found)} where {list(wanted)} belongs"
         for name, (found, wanted) in shapes.items()
     ]
-    misshapen += [f"the parts of {name} do not make {list(expected.get(name, ()))}" for name in failed]
+    misshapen += [_odd_parts(name, expected.get(name, ()), tensors) for name in failed]
     left_over = [_where(name, tensors) for name in sorted(info.unexpected_keys)]
     return Differences(tuple(sorted(missing)), tuple(left_over), tuple(sorted(misshapen)))
 
 
 def _where(name: str, tensors: Mapping[str, StoredTensor]) -> str:
-    """A weight and the file that holds it, where it is stored under the model's own name."""
-    return f"{name} ({tensors[name].file})" if name in tensors else name
+    """A weight and the file that holds it, which may store it under a longer prefix than the model's own."""
+    tail = "." + name.removeprefix("model.")
+    stored = [each for each in tensors if each == name or (each.endswith(tail) and _used(each))]
+    return f"{name} ({tensors[stored[0]].file})" if len(stored) == 1 else name
+
+
+def _odd_parts(name: str, wanted: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> str:
+    """Why the experts that are stored one by one cannot be put together to the weight `name` of shape `wanted`."""
+    stem = name[name.find("layers.") :].rpartition(".")[0]
+    by_kind: dict[str, list[str]] = {}
+    for stored in tensors:
+        match = _EXPERT.fullmatch(stored)
+        if match and match[1].endswith(stem):
+            by_kind.setdefault(match[3], []).append(stored)
+    shapes = {kind: Counter(tensors[each].shape for each in names).most_common() for kind, names in by_kind.items()}
+    for kind, ((usual, _), *others) in shapes.items():
+        if others:
+            odd = next(each for each in by_kind[kind] if tensors[each].shape != usual)
+            return f"{_where(odd, tensors)} is {list(tensors[odd].shape)} where the others are {list(usual)}"
+    found = ", ".join(f"{kind} {list(usual)}" for kind, ((usual, _), *_) in shapes.items())
+    return f"the parts of {name} ({found}) do not make {list(wanted)}"
 
 
 def _expert_gaps(tensors: Mapping[str, StoredTensor], config: Any) -> Iterator[str]:

@@ -211,7 +211,6 @@ def _notes(plans: Sequence[MemoryPlan]) -> list[str]:
 
 def as_json(plan: MemoryPlan) -> dict[str, Any]:
     """The plan as plain values; bytes, tokens, seconds and tokens a second."""
-    device = plan.machine.device
     return {
         "model": plan.model.name,
         "tokens": plan.tokens,
@@ -221,12 +220,18 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "block_size": plan.kv.block_size,
         "sizes": asdict(plan.sizes),
         "device_bytes": {**asdict(plan.device), "total": plan.device.total},
-        "device_usable_bytes": device.usable if device else None,
         "host_bytes": {**asdict(plan.host), "total": plan.host.total},
-        "host_usable_bytes": plan.machine.host.usable if plan.machine.host else None,
+        **_usable(plan.machine),
         "host_blocks_per_layer": plan.host_blocks,
         "reasons": list(plan.reasons),
         "prediction": asdict(plan.prediction) if plan.prediction else None,
+    }
+
+
+def _usable(machine: Machine) -> dict[str, int | None]:
+    return {
+        "device_usable_bytes": machine.device.usable if machine.device else None,
+        "host_usable_bytes": machine.host.usable if machine.host else None,
     }
 
 
@@ -241,7 +246,7 @@ def reach(
     for known in known_models():
         shape = _loaded_as(known.shape, dtype)
         fast = replace(machine, rates=rates_of(limits, reference_rates(shape.head_dim)))
-        rows.append(_reached(known, shape, longest_request(shape, fast, options, new_tokens)))
+        rows.append(_reached(known, shape, longest_request(shape, fast, options, new_tokens)) | _usable(machine))
     return rows
 
 

@@ -100,13 +100,11 @@ def test_a_weight_without_a_place_is_named_within_and_beyond_the_layers(
 ) -> None:
     prefix = "model.language_model" if model_type.startswith("qwen3_5") else "model"
     folder = edit(copy(model_type), lambda w: w.update({f"{prefix}.layers.{layer}.extra.weight": torch.zeros(2)}))
-    file = in_file(model_type)
-    refused(folder, rf"1 weight that its config\.json has no place for: .*layers\.{layer}\.extra\.weight{file}; get")
-
-
-def in_file(model_type: str) -> str:
-    """The file after a name, where weights are stored under the model's own names."""
-    return "" if model_type.startswith("qwen3_5") else r" \(model\.safetensors\)"
+    refused(
+        folder,
+        r"1 weight that its config\.json has no place for: "
+        rf".*layers\.{layer}\.extra\.weight \(model\.safetensors\); get",
+    )
 
 
 def test_fewer_layers_than_there_are_weights_for_are_noticed(copy: Copy) -> None:
@@ -122,13 +120,22 @@ def test_a_wrong_shape_is_named_with_both_shapes(copy: Copy, model_type: str) ->
     refused(
         folder,
         r"do not fit its config\.json, 1 weight of another shape: "
-        rf".*layernorm.weight{in_file(model_type)} is \[7\] where \[64\] belo",
+        r".*layernorm.weight \(model\.safetensors\) is \[7\] where \[64\] belo",
     )
 
 
 def test_an_expert_of_another_shape_is_noticed(copy: Copy) -> None:
     folder = edit(copy("qwen3_moe"), lambda w: w.update({named(w, "experts.2.up_proj"): torch.zeros(31, 64)}))
-    refused(folder, r"the parts of model\.layers\.0\.mlp\.experts\.gate_up_proj do not make \[4, 64, 64\]")
+    odd = r"layers\.0\.mlp\.experts\.2\.up_proj\.weight \(model\.safetensors\) is \[31, 64\]"
+    refused(folder, rf"{odd} where the others are \[32, 64\]; get")
+
+
+def test_experts_whose_parts_do_not_go_together_are_noticed(copy: Copy) -> None:
+    def narrow(weights: Weights) -> None:
+        weights |= {name: torch.zeros(32, 60) for name in weights if "layers.0" in name and "up_proj" in name}
+
+    parts = r"gate_proj\.weight \[32, 64\], up_proj\.weight \[32, 60\]"
+    refused(edit(copy("qwen3_moe"), narrow), rf"experts\.gate_up_proj \(.*{parts}.*\) do not make \[4, 64, 64\]; get")
 
 
 @pytest.mark.parametrize("part", ["experts.2.up_proj", "experts.2.down_proj"])

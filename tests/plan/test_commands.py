@@ -134,6 +134,7 @@ def test_without_a_model_every_known_one_is_listed(capsys: pytest.CaptureFixture
     assert any(line.startswith("qwen3-32b") and line.endswith("does not fit") for line in lines)
     assert main(["plan", "--json", *BIG]) == 0
     rows = json.loads(capsys.readouterr().out)
+    assert {(row["device_usable_bytes"], row["host_usable_bytes"] <= 100 * GIB) for row in rows} == {(24 * GIB, True)}
     longest = next(row["longest"] for row in rows if row["name"] == "qwen3-8b")
     shape = find_shape("qwen3-8b")
     limits = Limits(24 * GIB, 100 * GIB)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 
 from longgen.cli import main
+from longgen.kv.transfer import CpuTransfer
 from longgen.planning import doctor
 from longgen.planning.doctor import copies_finding, examine, merge_finding, pinned_finding
 from longgen.planning.measure import CopyRates
@@ -59,6 +61,37 @@ def test_slow_copies_and_pageable_memory_are_pointed_out() -> None:
     assert copies_finding(slow).state == "note"
     assert pinned_finding(slow).state == "missing"
     assert "refused" in pinned_finding(slow).value
+
+
+def test_copies_are_measured_through_the_transfer_that_runs_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[torch.device] = []
+
+    def noted(device: torch.device) -> CpuTransfer:
+        opened.append(device)
+        return CpuTransfer()
+
+    monkeypatch.setattr(doctor, "open_transfer", noted)
+    pinned, copies = doctor._copies(torch.device("cpu"))
+    assert opened == [torch.device("cpu")]
+    assert (pinned.name, pinned.state, copies.name) == ("pinned memory", "ok", "PCIe")
+    assert all(float(number) > 0 for number in re.findall(r"([0-9.]+)(?: GB/s|,| and|$)", copies.value))
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_every_part_of_it_is_found() -> None:
+    findings = {finding.name: finding for finding in examine()}
+    for name in (
+        "GPU",
+        "GPU memory",
+        "prefill, heads of 128",
+        "decode, heads of 256",
+        "merge",
+        "pinned memory",
+        "PCIe",
+    ):
+        assert findings[name].state != "missing", findings[name]
+    assert findings["GPU"].value.startswith(torch.cuda.get_device_name())
+    assert "GB/s" in findings["PCIe"].value
 
 
 @pytest.mark.parametrize(
