@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -39,13 +39,16 @@ def _known_on_host(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def no_waits() -> Iterator[None]:
-    """torch raises at every wait it knows of; those of events and streams, which it does not, raise here."""
+def no_waits(*, compiled: bool = False) -> Iterator[None]:
+    """torch raises at every wait it knows of; those of events and streams, which it does not, raise here.
+
+    compiled: whether compiled code runs meanwhile, which steps aside where operations are looked at one by one.
+    """
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the host waits inside a pass")
 
-    with pytest.MonkeyPatch.context() as patch, NoReads():
+    with pytest.MonkeyPatch.context() as patch, nullcontext() if compiled else NoReads():
         patch.setattr(torch.cuda.Event, "synchronize", refuse)
         patch.setattr(torch.cuda.Stream, "synchronize", refuse)
         patch.setattr(torch.cuda, "synchronize", refuse)
@@ -74,11 +77,18 @@ def run_passes(engine: Engine, sizes: list[int]) -> list[torch.Tensor]:
 
 
 def open_warm(
-    build: Build, device: torch.device, kind: str, options: dict[str, Any], resident: int, sizes: list[int]
+    build: Build,
+    device: torch.device,
+    kind: str,
+    options: dict[str, Any],
+    resident: int,
+    sizes: list[int],
+    *,
+    compiled: bool = False,
 ) -> Engine:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     folder = build(kind, **options)
-    engine = open_engine(folder, chunk=sizes[0], resident=resident, device=str(device), dtype=dtype)
+    engine = open_engine(folder, chunk=sizes[0], resident=resident, device=str(device), dtype=dtype, compile=compiled)
     run_passes(engine, sizes)
     engine.reset()
     return engine
@@ -95,6 +105,17 @@ def test_nothing_in_a_pass_waits(
     engine.reset()
     with no_waits():
         got = run_passes(engine, sizes)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_compiled_code_does_not_wait_either(build: Build, kind: str, options: dict[str, Any]) -> None:
+    engine = open_warm(build, torch.device("cuda"), kind, options, 3, LARGE, compiled=True)
+    expected = run_passes(engine, LARGE)
+    engine.reset()
+    with no_waits(compiled=True):
+        got = run_passes(engine, LARGE)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -133,5 +154,6 @@ def test_a_wait_would_be_seen() -> None:
         lambda: torch.cuda.current_stream().record_event().synchronize(),
     )
     for wait in waits:
-        with pytest.raises((RuntimeError, AssertionError)), no_waits():
-            wait()
+        for compiled in (False, True):
+            with pytest.raises((RuntimeError, AssertionError)), no_waits(compiled=compiled):
+                wait()
