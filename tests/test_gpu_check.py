@@ -106,8 +106,10 @@ def test_plans_that_are_wrong_miss_their_bars(gpucheck: Any) -> None:
         "host_rss": 10 * gib + (100 << 20),
         "prefill_s": 10.0,
         "predicted_s": 12.0,
+        "first_s": 8.0,
         "decode_rate": 10.0,
         "predicted_rate": 8.0,
+        "first_rate": 12.0,
     }
     pinned = {"tokens": 65_536, "begun": "with the plan", "which": "short", "slower": 0.08}
 
@@ -122,7 +124,9 @@ def test_plans_that_are_wrong_miss_their_bars(gpucheck: Any) -> None:
         ({"host_rss": 10 * gib + (300 << 20)}, "of KV"),
         ({"host_rss": 9 * gib}, "of KV"),
         ({"predicted_s": 13.0}, "prefill_s"),
+        ({"first_s": 7.0}, "first_s"),
         ({"predicted_rate": 7.0}, "decode_rate"),
+        ({"first_rate": 13.0}, "first_rate"),
     ):
         assert any(word in line for line in missed(**change)), change
     assert list(plan._missed([good], [pinned | {"slower": 0.11}]))
