@@ -129,20 +129,21 @@ def rated_planner(planner: Planner, prompt: int, new_tokens: int, device: Any) -
 
     Raises CapacityError if the request does not fit.
     """
-    if device.type != "cuda" or planner.plan(prompt, new_tokens).roomy:
+    if device.type != "cuda":
         return planner
-    return planner.rated(device_rates(device, planner.model))
+    plan = planner.plan(prompt, new_tokens)
+    return planner if plan.roomy else planner.rated(device_rates(device, planner.model, plan.host.kv))
 
 
-def device_rates(device: Any, shape: ModelShape) -> Rates:
+def device_rates(device: Any, shape: ModelShape, host_bytes: int | None = None) -> Rates:
     """What the device is measured to do; the reference's rates where no memory is free to measure: the plan then says
-    what fits."""
+    what fits. host_bytes: see `measure_rates`."""
     from longgen.planning.measure import measure_rates
     from longgen.shortage import shortage_reported
 
     try:
         with shortage_reported("measuring the device", device):
-            return measure_rates(device, shape)
+            return measure_rates(device, shape, host_bytes)
     except CapacityError:
         return reference_rates(shape.head_dim)
 

@@ -20,6 +20,7 @@ from longgen.model_shape import ModelShape
 Clock = Callable[[], float]
 
 COPY_BYTES = 256 << 20
+PIN_BYTES = 1 << 30  # threads need a while to get to work: less than this tells too low a rate
 REPEATS = 4
 ROUNDS = 3  # of what runs on the device's cores, whose clock rises as they get to work; the best counts
 ROWS, KEYS = 8192, 16384  # of the attention call: many rows over one run of the ring
@@ -163,8 +164,12 @@ def measure_pinning(transfer: Transfer, nbytes: int = COPY_BYTES, clock: Clock =
     return nbytes // supply.threads * supply.threads / seconds
 
 
-def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
-    """The rates of a CUDA device for a model, for predictions. Gives back the memory it took."""
+def measure_rates(device: torch.device, shape: ModelShape, host_bytes: int | None = None) -> Rates:
+    """The rates of a CUDA device for a model, for predictions. Gives back the memory it took.
+
+    host_bytes: of the KV cache that is planned: no more is pinned to see how fast that is, but for what copies take.
+    """
+    pinned = PIN_BYTES if host_bytes is None else min(PIN_BYTES, max(COPY_BYTES, host_bytes))
     transfer = open_transfer(device, warns=False)
     copies = measure_copies(transfer, COPY_BYTES)
     rates = Rates(
@@ -173,7 +178,7 @@ def measure_rates(device: torch.device, shape: ModelShape) -> Rates:
         load=copies.load,
         offload=copies.offload,
         memory=MODULE_SHARE * best_of(lambda: measure_memory(transfer, COPY_BYTES)),
-        pin=measure_pinning(transfer, COPY_BYTES),
+        pin=measure_pinning(transfer, pinned),
         source="measured here",
         layer=LAYER_STARTS / best_of(lambda: measure_starts(transfer)),
     )

@@ -19,7 +19,8 @@ from longgen.errors import CapacityError, UsageError
 from longgen.kv.budget import MEMORY_GROWTH, DeviceBudget, total_memory
 from longgen.kv.memory_plan import PlanOptions
 from longgen.kv.plan import Planner
-from longgen.kv.predict import reference_rates
+from longgen.kv.predict import Rates, reference_rates
+from longgen.model_shape import ModelShape
 from longgen.planning import machine as machines
 from longgen.planning.machine import (
     Limits,
@@ -302,8 +303,13 @@ def test_rates_are_measured_only_where_they_can_change_the_plan(
     monkeypatch: pytest.MonkeyPatch, gpu: float, prompt: int, measures: bool
 ) -> None:
     measured = replace(reference_rates(128), source="measured here")
-    monkeypatch.setattr(machines, "device_rates", lambda *_: measured)
     unrated = Planner(SMALL, replace(sized(gpu), rates=None))
+
+    def rates(device: torch.device, shape: ModelShape, host_bytes: int) -> Rates:
+        assert host_bytes == unrated.plan(prompt, 10).host.kv
+        return measured
+
+    monkeypatch.setattr(machines, "device_rates", rates)
     plan = rated_planner(unrated, prompt, 10, torch.device("cuda")).plan(prompt, 10)
     assert plan.machine.rates == (measured if measures else None)
     assert plan.roomy == (not measures) and plan.sizes == Planner(SMALL, sized(gpu)).plan(prompt, 10).sizes

@@ -42,12 +42,20 @@ def test_rates_are_work_over_time() -> None:
 
 
 def test_every_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("COPY_BYTES", 1 << 16), ("ROWS", 8), ("KEYS", 256), ("SIDE", 32)):
+    for name, size in (("COPY_BYTES", 1 << 16), ("PIN_BYTES", 1 << 16), ("ROWS", 8), ("KEYS", 256), ("SIDE", 32)):
         monkeypatch.setattr(f"longgen.planning.measure.{name}", size)
     rates = measure_rates(torch.device("cpu"), SLIDING)
     assert min(rates.attention, rates.matmul, rates.load, rates.offload, rates.memory, rates.pin, rates.layer) > 0
     assert rates.layer != LAYER_SECONDS
     assert rates.source == "measured here"
+
+
+@pytest.mark.parametrize(("planned", "pinned"), [(None, 1 << 12), (0, 1 << 10), (3 << 10, 3 << 10), (1 << 20, 1 << 12)])
+def test_no_more_is_pinned_than_is_planned(monkeypatch: pytest.MonkeyPatch, planned: int | None, pinned: int) -> None:
+    for name, size in (("COPY_BYTES", 1 << 10), ("PIN_BYTES", 1 << 12), ("ROWS", 8), ("KEYS", 256), ("SIDE", 32)):
+        monkeypatch.setattr(f"longgen.planning.measure.{name}", size)
+    monkeypatch.setattr("longgen.planning.measure.measure_pinning", lambda _, nbytes: nbytes)
+    assert measure_rates(torch.device("cpu"), SLIDING, planned).pin == pinned
 
 
 def test_of_rates_on_the_cores_the_best_counts_and_modules_reach_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +68,7 @@ def test_of_rates_on_the_cores_the_best_counts_and_modules_reach_a_part(monkeypa
     for name, rising in rounds.items():
         measured = iter(rising)
         monkeypatch.setattr(f"longgen.planning.measure.measure_{name}", lambda *_, of=measured: next(of))
-    monkeypatch.setattr("longgen.planning.measure.COPY_BYTES", 1 << 16)
+    for name in ("COPY_BYTES", "PIN_BYTES"):
+        monkeypatch.setattr(f"longgen.planning.measure.{name}", 1 << 16)
     rates = measure_rates(torch.device("cpu"), SLIDING)
     assert (rates.attention, rates.matmul, rates.memory, rates.layer) == (3.0, 7.0, 6.5, LAYER_STARTS / 85)
