@@ -26,7 +26,7 @@ CpuMemory = Annotated[
 def missing_options(command: str, values: Mapping[str, object]) -> UsageError:
     """An error that says which required options, by their names, have no value."""
     missing = [name for name, value in values.items() if not value]
-    return UsageError(f"give {' and '.join(missing)}; longgen {command} --help explains all options")
+    return UsageError(f"give {' and '.join(missing)}; see longgen {command} --help")
 
 
 @contextmanager
