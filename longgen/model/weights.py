@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,8 @@ class Differences:
     """How weight files differ from the model that a config describes, in the model's names.
 
     missing: weights the files lack, tied ones left out.   left_over: "name (file)" of those that nothing uses.
-    misshapen: "name (file) is [a, b] where [c, d] belongs".
+    misshapen: "name (file) is [a, b] where [c, d] belongs"; last, those that cannot be put together from experts stored
+    one by one, with what is odd about the first.
     """
 
     missing: tuple[str, ...]
@@ -108,28 +109,33 @@ def compare(tensors: Mapping[str, StoredTensor], config: Any) -> Differences:
         )
     model._adjust_missing_and_unexpected_keys(info)
     # A conversion fails where what it puts together is of different shapes or numbers.
-    failed = {str(name) for name in info.conversion_errors}
+    failed = sorted(str(name) for name in info.conversion_errors)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    missing = {
-        name
-        for name in info.missing_keys
-        if name not in failed and tied.get(name, name) in (info.missing_keys | failed)
-    }
-    shapes = {name: (tuple(found), tuple(wanted)) for name, found, wanted in info.mismatched_keys}
+    absent = info.missing_keys.union(failed)
+    missing = {name for name in absent.difference(failed) if tied.get(name, name) in absent}
+    shapes = {name: (tuple(found), tuple(wanted)) for name, found, wanted in sorted(info.mismatched_keys)}
     misshapen = [
-        f"{_where(name, tensors)} is {list(found)} where {list(wanted)} belongs"
-        for name, (found, wanted) in shapes.items()
+        f"{place} is {list(found)} where {list(wanted)} belongs"
+        for place, (found, wanted) in zip(_places(list(shapes), tensors), shapes.values(), strict=True)
     ]
-    misshapen += [_odd_parts(name, expected.get(name, ()), tensors) for name in failed]
-    left_over = [_where(name, tensors) for name in sorted(info.unexpected_keys)]
-    return Differences(tuple(sorted(missing)), tuple(left_over), tuple(sorted(misshapen)))
+    misshapen += [_odd_parts(name, expected.get(name, ()), tensors) for name in failed[:1]] + failed[1:]
+    left_over = _places(sorted(info.unexpected_keys), tensors)
+    return Differences(tuple(sorted(missing)), tuple(left_over), tuple(misshapen))
 
 
-def _where(name: str, tensors: Mapping[str, StoredTensor]) -> str:
-    """A weight and the file that holds it, which may store it under a longer prefix than the model's own."""
-    tail = "." + name.removeprefix("model.")
-    stored = [each for each in tensors if each == name or (each.endswith(tail) and _used(each))]
-    return f"{name} ({tensors[stored[0]].file})" if len(stored) == 1 else name
+def _places(names: Sequence[str], tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Each weight with the file that holds it, maybe under a longer prefix than the model's own name has."""
+    by_tail: dict[str, set[str]] = {}
+    for stored, tensor in tensors.items() if names else ():
+        parts = stored.split(".") if _used(stored) else []
+        for start in range(len(parts)):
+            by_tail.setdefault(".".join(parts[start:]), set()).add(tensor.file)
+
+    def place(name: str) -> str:
+        files = {tensors[name].file} if name in tensors else by_tail.get(name.removeprefix("model."), set())
+        return f"{name} ({min(files)})" if len(files) == 1 else name
+
+    return [place(name) for name in names]
 
 
 def _odd_parts(name: str, wanted: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> str:
@@ -144,7 +150,7 @@ def _odd_parts(name: str, wanted: tuple[int, ...], tensors: Mapping[str, StoredT
     for kind, ((usual, _), *others) in shapes.items():
         if others:
             odd = next(each for each in by_kind[kind] if tensors[each].shape != usual)
-            return f"{_where(odd, tensors)} is {list(tensors[odd].shape)} where the others are {list(usual)}"
+            return f"{odd} ({tensors[odd].file}) is {list(tensors[odd].shape)} where the others are {list(usual)}"
     found = ", ".join(f"{kind} {list(usual)}" for kind, ((usual, _), *_) in shapes.items())
     return f"the parts of {name} ({found}) do not make {list(wanted)}"
 
