@@ -79,21 +79,21 @@ def test_a_request_that_fits_the_device_is_kept_there_whole() -> None:
 
 
 def test_the_chunk_is_as_large_as_wanted_where_memory_allows() -> None:
-    result = plan(SMALL, 16, 524_288)
-    assert result.sizes.chunk_tokens == 16_384
+    result = plan(SMALL, 16, 524_288, 16)
+    assert result.sizes.chunk_tokens == 33_792
     assert result.reasons[0] == (
-        "chunk 16,384: attention hides loads from 6,245 tokens on, and larger passes start fewer kernels"
+        "chunk 33,792: attention hides loads from 6,245 tokens on, and larger passes start fewer kernels"
     )
 
 
 def test_reasons_speak_of_loads_only_where_there_are_any() -> None:
-    assert plan(SMALL, 80, 131_072).reasons[0] == "chunk 16,384: larger passes start fewer kernels"
+    assert plan(SMALL, 80, 131_072).reasons[0] == "chunk 33,792: larger passes start fewer kernels"
     assert plan(replace(SMALL, kinds=(WINDOW,) * 28, window=512), 24, 131_072).reasons[0] == (
-        "chunk 16,384: larger passes start fewer kernels"
+        "chunk 33,792: larger passes start fewer kernels"
     )
     rates = replace(reference_rates(128), load=8e9)
     slow = Planner(SMALL, machine(16, rates=rates)).plan(524_288, 256)
-    assert slow.reasons[0] == "chunk 16,384: the most; attention hides loads from 43,250 tokens on"
+    assert slow.reasons[0] == "chunk 33,792: the most; attention hides loads from 43,250 tokens on"
 
 
 def test_a_smaller_chunk_is_taken_where_decoding_would_pay_for_the_larger() -> None:
