@@ -6,8 +6,10 @@ as that of a short one, and shows the passes that read the most.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +27,7 @@ Label = Callable[[str], AbstractContextManager[Any]]  # a range of the trace, un
 
 DEFAULT_CHUNKS = 2
 STEPS = 4
+_OPENING = re.compile(rb'\s*\{\s*"(schemaVersion|traceEvents)"')  # of torch's traces, and of an empty one
 
 
 def unlabelled(_: str) -> AbstractContextManager[Any]:
@@ -32,14 +35,31 @@ def unlabelled(_: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def trace_path(text: str, output: str | None = None) -> Path:
-    """Where a trace is to be written. Raises UsageError if no file can be written there, or if it is that of `output`,
-    the run's results."""
+class TraceError(LongGenError):
+    """A trace cannot be recorded or written. What the run was for is not touched by it."""
+
+
+def trace_path(text: str, **others: str | Path | None) -> Path:
+    """Where a trace is to be written. Raises UsageError if no file can be written there, if what is there is no trace,
+    or if it is one of `others`, files that the run writes too, by what messages call them."""
     path = Path(text)
-    if output is not None and os.path.realpath(path) == os.path.realpath(output):
-        raise UsageError(f"the trace {path} would replace the output; give it a file of its own")
+    for name, other in others.items():
+        if other is not None and os.path.realpath(path) == os.path.realpath(other):
+            raise UsageError(f"the trace {path} would replace the {name}; give it a file of its own")
     check_place(path, f"the trace {path}")
+    if path.exists() and not _may_be_replaced(path):
+        raise UsageError(f"the trace {path} would replace a file that is no trace; give it a file of its own")
     return path
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether a file is an older trace, or empty: a prompt, say, is not."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            opening = file.read(64)
+    except (OSError, EOFError):
+        return path.stat().st_size == 0
+    return not opening or _OPENING.match(opening) is not None
 
 
 @contextmanager
@@ -48,7 +68,7 @@ def traced(
 ) -> Iterator[Trace | None]:
     """A trace for the engine of a run, written to `path` at its end, also where it fails; None: no trace.
 
-    Says on `err` what was recorded. Raises LongGenError if a run that did not fail cannot write its trace.
+    Says on `err` what was recorded. Raises TraceError if a run that did not fail cannot write its trace.
     """
     if path is None:
         yield None
@@ -60,7 +80,7 @@ def traced(
     finally:
         try:
             notice = trace.write(path)
-        except LongGenError as error:
+        except TraceError as error:
             if not failed:
                 raise
             notice = f"error: {error}"
@@ -113,7 +133,7 @@ class Trace:
             self._profiler.stop_trace()
 
     def write(self, path: Path) -> str:
-        """Ends the recording and writes it; returns what it holds. Raises LongGenError if that fails."""
+        """Ends the recording and writes it; returns what it holds. Raises TraceError if that fails."""
         try:
             self.stop()
             if self._profiler is None:
@@ -121,12 +141,12 @@ class Trace:
                 wanted = show_count(self.chunks, "chunk")
                 return f"the trace {path} is empty: the run ended before the last {wanted} of a prompt"
             file = Path(os.path.realpath(path))  # a link stays one
-            file.unlink(missing_ok=True)
+            file.open("wb").close()  # torch's profiler says nothing of a place that it cannot write to
             self._profiler.export_chrome_trace(str(file))
-            if not file.exists() or not file.stat().st_size:
+            if not file.stat().st_size:
                 raise OSError("torch's profiler wrote nothing")
         except Exception as error:  # of the disk, of CUDA, of the profiler
-            raise LongGenError(f"the trace {path} cannot be written: {' '.join(str(error).split())[:200]}") from error
+            raise TraceError(f"the trace {path} cannot be written: {' '.join(str(error).split())[:200]}") from error
         return f"trace of {show_count(self._chunks, 'chunk')} and {show_count(self._steps, 'decode step')} in {path}"
 
     def _start(self) -> None:

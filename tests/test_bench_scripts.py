@@ -40,6 +40,9 @@ def test_transformers_beside_longgen(tmp_path: Path) -> None:
     for name in ("prefill_s", "decode_ms"):
         assert result["ratios"]["dynamic"][name] == pytest.approx(peer[name] / ours[1][name])
         assert result["ratios"]["offloaded"][name] is None
+    with_pinning = peer["prefill_s"] / (ours[1]["prefill_s"] + ours[1]["pin_s"])
+    assert result["ratios"]["dynamic"]["prefill_and_pin"] == pytest.approx(with_pinning)
+    assert result["ratios"]["offloaded"]["prefill_and_pin"] is None
     assert "offloaded" in done.stderr
 
 

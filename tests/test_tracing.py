@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from tests.engine.running import small_options
 from tests.traces import ranges
 
 CPU = torch.device("cpu")
+OLD_TRACE = '{\n  "schemaVersion": 1, "traceEvents": []}'
 SMALL = (
     "--block-size",
     "16",
@@ -164,14 +166,45 @@ def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
 
 def test_looking_at_a_place_leaves_it_as_it_was(tmp_path: Path) -> None:
     there = tmp_path / "there.json"
-    there.write_text("old", encoding="utf-8")
-    assert trace_path(str(there)) == there and there.read_text(encoding="utf-8") == "old"
+    there.write_text(OLD_TRACE, encoding="utf-8")
+    assert trace_path(str(there)) == there and there.read_text(encoding="utf-8") == OLD_TRACE
     assert not trace_path(str(tmp_path / "new.json")).exists()
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "absent.json")
     assert trace_path(str(link)).is_symlink() and not link.exists()
     with pytest.raises(UsageError):
         trace_path(str(there / "below.json"))
+
+
+def test_only_a_trace_is_replaced_by_a_trace(
+    checkpoint: Path, prompt: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = prompt.read_text(encoding="utf-8")
+    assert run(checkpoint, prompt, "--trace", str(prompt)) == 2
+    err = capfd.readouterr().err
+    assert (
+        err == f"longgen: error: the trace {prompt} would replace a file that is no trace; give it a file of its own\n"
+    )
+    assert prompt.read_text(encoding="utf-8") == text
+    for name, content in (
+        ("other.json", b'{"rows": []}'),
+        ("torn.json.gz", gzip.compress(OLD_TRACE.encode())[:12]),
+        ("plain.json.gz", OLD_TRACE.encode()),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match="would replace a file that is no trace"):
+            trace_path(str(tmp_path / name))
+    for name, content in (
+        ("empty.json", b""),
+        ("empty.json.gz", b""),
+        ("old.json", OLD_TRACE.encode()),
+        ("old.json.gz", gzip.compress(OLD_TRACE.encode())),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with traced(trace_path(str(tmp_path / name)), CPU, io.StringIO()) as trace:
+            assert trace is not None
+            trace.chunk(1)
+        assert trace_path(str(tmp_path / name)) == tmp_path / name  # and once more
 
 
 def test_a_trace_is_written_where_a_link_leads(tmp_path: Path) -> None:

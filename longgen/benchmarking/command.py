@@ -34,7 +34,7 @@ from longgen.planning.opening import meter_of, options_of, plan_again
 from longgen.planning.plans import summary
 from longgen.run.preparation import engine_options
 from longgen.shortage import shortage_reported
-from longgen.tracing import trace_path, traced
+from longgen.tracing import Trace, TraceError, trace_path, traced
 
 LONG_TOKENS = 512 << 10  # from here on one run is enough, and takes long enough
 USUAL_REPEATS = 3
@@ -86,28 +86,40 @@ def bench(
 
     command: what the user wrote, for the JSON.
 
-    Returns the exit code: 1 if a length does not fit. Raises LongGenError for what is wrong with all of them.
+    Returns the exit code: 1 if a length does not fit or its trace cannot be written. Raises LongGenError for what is
+    wrong with all of them. What was measured before an interrupt is printed all the same.
     """
     if (model is None) == (shape is None):
         raise UsageError("give either --model, to load its weights, or --shape, for random ones")
     if options.plot is not None:
         check_plot(options.plot)
-    trace = trace_path(settings.trace) if settings.trace is not None else None
+    trace = trace_path(settings.trace, plot=options.plot) if settings.trace is not None else None
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
     with quiet_transformers():
         device = engine_options(settings).torch_device()
         make_current(device)
         subject = find_subject(model, shape, settings)
         found = Bench(subject, options, settings, device, err, trace)
-        result = {"command": command, "machine": machine_facts(device), "versions": versions()} | found.result()
-    print(json.dumps(result), file=out, flush=True)
-    if options.plot is not None and result["rows"]:
-        draw(options.plot, f"{subject.shape.name} on {result['machine'].get('gpu', 'the CPU')}", result["rows"])
-    return CapacityError.exit_code if result["refused"] else 0
+        try:
+            found.measure()
+        finally:
+            if found.rows or found.complete:
+                facts = {"command": command, "machine": machine_facts(device), "versions": versions()}
+                print(json.dumps(facts | found.result()), file=out, flush=True)
+    if options.plot is not None and found.rows:
+        draw(options.plot, f"{subject.shape.name} on {machine_facts(device).get('gpu', 'the CPU')}", found.rows)
+    return CapacityError.exit_code if found.failed else 0
 
 
 class Bench:
-    """All lengths of one model on one device."""
+    """All lengths of one model on one device.
+
+    Attributes:
+        rows: what was measured so far, a length each.
+        refused: of the lengths that do not fit, why.
+        failed: whether anything went wrong with one length, and was said.
+        complete: whether every length was measured or refused.
+    """
 
     def __init__(
         self,
@@ -122,6 +134,9 @@ class Bench:
         self._subject, self._options, self._settings = subject, options, settings
         self._device, self._err = device, err
         self._trace = trace
+        self.rows: list[dict[str, Any]] = []
+        self.refused: list[str] = []
+        self.failed = self.complete = False
         # The budget is read before the ceilings are measured: what that leaves behind is this process's own.
         self._machine = run_machine(Limits(settings.gpu_memory, settings.cpu_memory), device)
         if device.type == "cuda":
@@ -129,15 +144,13 @@ class Bench:
         with shortage_reported("measuring the ceilings", device):
             self._ceilings = measure_ceilings(device, subject.shape)
 
-    def result(self) -> dict[str, Any]:
+    def measure(self) -> None:
         """Runs every length that fits. The table is complete, or ends where the run was interrupted."""
         shape = self._subject.shape
         self._say(f"{shape.name}, {self._subject.weights}, {shape.dtype}; {_shown(self._ceilings)}")
-        rows: list[dict[str, Any]] = []
-        refused: list[str] = []
         plans = []
         for tokens in self._options.lengths:
-            with self._refusing(refused):
+            with self._noting():
                 plans.append(self._planner(tokens).plan(tokens, bench_tokens(tokens, self._options.steps) - tokens))
         try:
             if plans:
@@ -145,21 +158,27 @@ class Bench:
                     provider = self._subject.load(self._device)
                 if self._settings.compile:
                     provider.compile({plan.sizes.chunk_tokens for plan in plans})
-            longest = max((plan.prompt for plan in plans), default=0)
+            longest = max(plans, key=lambda plan: plan.prompt, default=None)
             for plan in plans:
                 self._say("; ".join(summary(plan)))
-                with self._refusing(refused):  # what is measured may not fit after all
-                    rows.append(self._measure(provider, plan, self._trace if plan.prompt == longest else None))
+                with self._noting():  # what is measured may not fit after all
+                    self._measure(provider, plan, self._trace if plan is longest else None)
+            self.complete = True
         finally:
-            if rows:
-                self._table(rows)
+            if self.rows:
+                self._table(self.rows)
+
+    def result(self) -> dict[str, Any]:
+        """What is known so far, as plain values. docs/benchmarks.md explains them."""
+        shape = self._subject.shape
         return {
             "model": asdict(shape) | {"weights": self._subject.weights, "parameters": shape.parameters},
             "random_kv": self._options.random_kv,
             "compiled": self._settings.compile,
             "ceilings": asdict(self._ceilings),
-            "rows": rows,
-            "refused": refused,
+            "rows": self.rows,
+            "refused": self.refused,
+            "complete": self.complete,
         }
 
     def _planner(self, tokens: int) -> Planner:
@@ -172,16 +191,19 @@ class Bench:
         return Planner(self._subject.shape, self._machine, choices)
 
     @contextmanager
-    def _refusing(self, refused: list[str]) -> Iterator[None]:
-        """Notes and says what does not fit; the other lengths are still measured."""
+    def _noting(self) -> Iterator[None]:
+        """Notes and says what does not fit, and what is wrong with a trace; the other lengths are still measured."""
         try:
             yield
-        except CapacityError as error:
+        except (CapacityError, TraceError) as error:
             self._say(f"error: {error}")
-            refused.append(str(error))
+            self.failed = True
+            if isinstance(error, CapacityError):
+                self.refused.append(str(error))
 
-    def _measure(self, provider: Provider, plan: MemoryPlan, trace_file: Path | None) -> dict[str, Any]:
-        """One length, through an engine that is planned and measured as that of `run`; its end is traced to a file."""
+    def _measure(self, provider: Provider, plan: MemoryPlan, trace_file: Path | None) -> None:
+        """A row of one length, through an engine that is planned and measured as that of `run`; then its end is traced
+        to a file. Raises CapacityError, without a row, or TraceError, with one."""
         gc.collect()  # the engine before it, and its host memory
         options = replace(engine_options(self._settings), dtype=self._subject.shape.dtype)
         plan = self._fitted(provider, plan, options)
@@ -199,11 +221,19 @@ class Bench:
             )
             meter = meter_of(self._device, plan)
             used = meter.outside() + meter.reserved() if meter else None
+            row = make_row(self._subject.shape, plan.kv, plan.sizes, measured, self._ceilings)
+            self.rows.append(row | {"device_used_bytes": used})
             if trace:
-                record_end(engine, plan.prompt, chosen.steps, trace)
+                self._record(engine, plan, trace)
             engine.close()
-        row = make_row(self._subject.shape, plan.kv, plan.sizes, measured, self._ceilings)
-        return row | {"device_used_bytes": used}
+
+    def _record(self, engine: Engine, plan: MemoryPlan, trace: Trace) -> None:
+        """Raises TraceError: what was measured fitted, and the profiler takes memory of its own."""
+        try:
+            with shortage_reported("recording the trace", self._device):
+                record_end(engine, plan.prompt, self._options.steps, trace)
+        except CapacityError as error:
+            raise TraceError(f"no trace: {error}") from None
 
     def _fitted(self, provider: Provider, plan: MemoryPlan, options: EngineOptions) -> MemoryPlan:
         """The plan once a chunk is measured, on a GPU."""

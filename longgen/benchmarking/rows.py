@@ -21,11 +21,13 @@ COLUMNS = (
     ("prefill s", "prefill.seconds"),
     ("tok/s", "prefill.tokens_per_s"),
     ("TFLOP/s", "prefill.tflops"),
-    ("of attention", "prefill.of_attention"),
-    ("GB/s", "prefill.h2d_gbps"),
-    ("of wire", "prefill.of_wire"),
     ("x roofline", "prefill.times_roofline"),
+    ("attention TFLOP/s", "prefill.attention_tflops"),
+    ("of its rate", "prefill.of_attention"),
+    ("GB/s", "prefill.copied_gbps"),
+    ("of wire", "prefill.of_wire"),
     ("decode ms", "decode.ms_per_token"),
+    ("x roofline", "decode.times_roofline"),
     ("GB/s", "decode.h2d_gbps"),
     ("of wire", "decode.of_wire"),
     ("read GB/s", "decode.read_gbps"),
@@ -59,7 +61,7 @@ def prefill_row(shape: ModelShape, chunk: int, measured: Measured, ceilings: Cei
     """The median prefill. The roofline does all arithmetic at the measured rates and nothing else.
 
     of_wire: the time that loads and offloads take on the wire if they run beside each other as long as there are both.
-    of_attention: attention's FLOP alone over the whole time.
+    attention_tflops, of_attention: attention's FLOP alone over the whole time, and its share of the best backend's.
     """
     seconds, tokens = statistics.median(measured.prefills), measured.tokens
     attention = attention_flop(shape, tokens, 0)
@@ -72,10 +74,11 @@ def prefill_row(shape: ModelShape, chunk: int, measured: Measured, ceilings: Cei
         "attention_flop": attention,
         "linear_flop": linear,
         "tflops": (attention + linear) / seconds / 1e12,
+        "attention_tflops": attention / seconds / 1e12,
         "of_attention": attention / seconds / 1e12 / ceilings.attention_tflops,
         "h2d_bytes": measured.prefill.h2d_bytes,
         "d2h_bytes": measured.prefill.d2h_bytes,
-        "h2d_gbps": measured.prefill.h2d_bytes / seconds / 1e9,
+        "copied_gbps": (measured.prefill.h2d_bytes + measured.prefill.d2h_bytes) / seconds / 1e9,
         "of_wire": _wire_seconds(measured.prefill, ceilings) / seconds,
         "roofline_s": roofline,
         "times_roofline": seconds / roofline,

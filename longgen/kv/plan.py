@@ -97,7 +97,7 @@ class Planner:
         """`plan` once it is known what a chunk takes: with its chunk size, or, if that does not fit after all and was
         not given, with the largest of its halves that does. Raises as `plan`."""
         measured, refusals = plan.sizes.chunk_tokens, []
-        for chunk in (each for each in self._chunks(self._kv.blocks_for(plan.prompt)) if each <= measured):
+        for chunk in (each for each in self._chunks(plan.prompt) if each <= measured):
             part = self._activations.bytes(chunk) / self._activations.bytes(measured)
             scaled = replace(use, activations=round(part * use.activations))
             try:
@@ -129,7 +129,7 @@ class Planner:
         kv, options = self._kv, self._options
         block, blocks = kv.block_size, kv.blocks_for(prompt)
         rings = dict.fromkeys((entries, max(1, min(tokens // block, blocks))) for entries, tokens in RINGS)
-        for chunk in self._chunks(blocks):
+        for chunk in self._chunks(prompt):
             for entries, run_blocks in rings:
                 yield StoreSizes.for_block(
                     block,
@@ -141,13 +141,17 @@ class Planner:
                     resident_blocks=min(options.resident_blocks or 0, kv.blocks_for(tokens)),
                 )
 
-    def _chunks(self, blocks: int) -> list[int]:
+    def _chunks(self, prompt: int) -> list[int]:
         """Chunk sizes in tokens, largest first, whole blocks, none larger than the prompt."""
-        block = self._kv.block_size
+        block, blocks = self._kv.block_size, max(1, self._kv.blocks_for(prompt))
         if self._options.chunk_size is not None:
-            return [min(self._options.chunk_size, max(1, blocks) * block)]
+            return [min(self._options.chunk_size, blocks * block)]
         wanted = HOST_CHUNK_TOKENS if self.machine.shared else CHUNK_TOKENS
         counts = [max(1, min(wanted // block, blocks))]
+        full = prompt // block
+        if self._options.compiled and full:
+            # What is left over after full chunks runs eager: less than a block for each of them, in even ones.
+            counts = [full // -(-full // counts[0])]
         while counts[-1] > 1:
             counts.append(counts[-1] // 2)
         return [count * block for count in counts]
@@ -245,7 +249,7 @@ class Planner:
             chunk=sizes.chunk_tokens,
             prompt=prompt,
             given=sizes.chunk_tokens == options.chunk_size,
-            largest=sizes.chunk_tokens == self._chunks(kv.blocks_for(prompt))[0],
+            largest=sizes.chunk_tokens == self._chunks(prompt)[0],
             larger_fits=any(
                 self._fits(each) for each in self._candidates(prompt, tokens) if each.chunk_tokens > sizes.chunk_tokens
             ),

@@ -146,7 +146,8 @@ def _prefill(
         weight = min(step, chunks - done)
         past = (done + (weight - 1) / 2) * sizes.chunk_tokens
         tokens = min(sizes.chunk_tokens, max(1, prompt - int(past)))
-        parts = chunk_parts(shape, kv, sizes, rates, tokens, past, compiled=compiled)
+        full = tokens == sizes.chunk_tokens  # others run eager
+        parts = chunk_parts(shape, kv, sizes, rates, tokens, past, compiled=compiled and full)
         name = max(parts, key=lambda key: parts[key])
         seconds += weight * parts[name]
         bounds[name] = bounds.get(name, 0.0) + weight * parts[name]

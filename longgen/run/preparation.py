@@ -62,7 +62,7 @@ def read_checkpoint(model: str, settings: Settings, phases: Phases) -> Checkpoin
 
     phases.end("import")
     engine_options(settings).chunk_tokens()  # raises for a chunk that is not a multiple of the block
-    trace = trace_path(settings.trace, settings.output) if settings.trace is not None else None
+    trace = trace_path(settings.trace, output=settings.output) if settings.trace is not None else None
     checked = check_folder(resolve_checkpoint(checkpoint_name(model)))
     folder, config = checked.path, checked.config
     tokenizer = TextTokenizer.load(folder)

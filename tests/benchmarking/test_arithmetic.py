@@ -117,7 +117,9 @@ def test_a_row_is_what_arithmetic_by_hand_gives(name: str, resident: int) -> Non
             "prefill.roofline_s": roofline,
             "prefill.times_roofline": 5.0 / roofline,
             "prefill.tflops": (known.attention + linear) / 5.0 / 1e12,
+            "prefill.attention_tflops": known.attention / 5.0 / 1e12,
             "prefill.of_attention": known.attention / 5.0 / 700e12,
+            "prefill.copied_gbps": (loaded + outside) / 5.0 / 1e9,
             "prefill.of_wire": wire_seconds(loaded, outside) / 5.0,
         },
     )

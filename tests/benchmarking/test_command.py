@@ -93,6 +93,7 @@ def test_a_shape_is_measured_and_every_share_is_of_its_ceiling(shape: Callable[[
     arguments = ("--shape", shape(DENSE), "--lengths", "200,1K", "--chunk-size", "64", "--resident-blocks", "4")
     result, err = bench(*arguments, "--repeats", "2", "--steps", "3", "--plot", str(picture))
     assert result["command"].startswith("longgen bench --device cpu") and result["refused"] == []
+    assert result["complete"] is True
     assert result["machine"]["device"] == "cpu" and result["versions"]["torch"] == torch.__version__
     assert result["model"]["family"] == "qwen3" and not result["random_kv"]
     ceilings = result["ceilings"]
@@ -122,8 +123,9 @@ def check_prefill(row: dict[str, Any], ceilings: dict[str, Any]) -> None:
     assert prefill["of_attention"] == pytest.approx(
         prefill["attention_flop"] / seconds / 1e12 / ceilings["attention_tflops"]
     )
-    assert prefill["h2d_gbps"] == pytest.approx(prefill["h2d_bytes"] / seconds / 1e9)
+    assert prefill["attention_tflops"] == pytest.approx(prefill["of_attention"] * ceilings["attention_tflops"])
     loaded, offloaded = prefill["h2d_bytes"], prefill["d2h_bytes"]
+    assert prefill["copied_gbps"] == pytest.approx((loaded + offloaded) / seconds / 1e9)
     both = min(loaded, offloaded)
     wire = both / ceilings["both_gbps"] + (loaded - both) / ceilings["h2d_gbps"]
     wire += (offloaded - both) / ceilings["d2h_gbps"]
@@ -179,6 +181,56 @@ def test_the_end_of_the_longest_is_traced_after_it_was_timed(
         expected += [f"decode: running 1 token after {length:,}" for length in (1000, 1001, 1002)]
         assert [range_ for range_ in ranges(trace) if ": running" in range_] == expected
     assert traced == [False] * 6
+
+
+def test_a_trace_that_cannot_be_written_after_all_does_not_take_the_figures_along(
+    shape: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+
+    def record(*_: object) -> None:
+        place.rmdir()
+        raise CapacityError("no room for it")
+
+    monkeypatch.setattr(command, "record_end", record)
+    arguments = ["--shape", shape(DENSE), "--lengths", "400,300", "--repeats", "1", "--steps", "1", "--random-kv"]
+    code, out, err = run_here([*arguments, "--trace", str(place / "t.json")], capsys)
+    result = json.loads(out)
+    assert code == 1 and [row["tokens"] for row in result["rows"]] == [400, 300]
+    assert result["complete"] and result["refused"] == []
+    assert "longgen: error: no trace: no room for it\n" in err
+    assert f"longgen: error: the trace {place / 't.json'} cannot be written: " in err
+
+
+def test_what_was_measured_before_an_interrupt_is_printed(
+    shape: Callable[[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = command.measure_length
+
+    def measured(engine: Engine, tokens: int, **options: Any) -> Measured:
+        if tokens in interrupted:
+            raise KeyboardInterrupt
+        return measure(engine, tokens, **options)
+
+    monkeypatch.setattr(command, "measure_length", measured)
+    arguments = ["--shape", shape(DENSE), "--lengths", "300,400", "--repeats", "1", "--steps", "1", "--random-kv"]
+    interrupted = {400}
+    code, out, err = run_here(arguments, capsys)
+    assert code == 130 and [row["tokens"] for row in json.loads(out)["rows"]] == [300]
+    assert json.loads(out)["complete"] is False and "decode ms" in err
+    interrupted = {300}
+    code, out, _ = run_here(arguments, capsys)
+    assert (code, out) == (130, "")
+
+
+def test_a_trace_of_its_own_is_asked_for_beside_a_plot(
+    shape: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(tmp_path / "both.svg")
+    code, out, err = run_here(["--shape", shape(DENSE), "--lengths", "1K", "--trace", place, "--plot", place], capsys)
+    assert (code, out) == (2, "")
+    assert err == f"longgen: error: the trace {place} would replace the plot; give it a file of its own\n"
 
 
 def test_compiled_code_is_measured_where_asked(

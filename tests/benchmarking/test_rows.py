@@ -58,7 +58,7 @@ def test_medians_and_shares_of_the_ceilings() -> None:
     assert isinstance(prefill, dict) and isinstance(decode, dict)
     assert prefill["seconds"] == 3.0 and prefill["runs"] == [4.0, 2.0, 3.0]
     assert prefill["tokens_per_s"] == pytest.approx(1000 / 3)
-    assert prefill["h2d_gbps"] == 10.0
+    assert prefill["copied_gbps"] == pytest.approx(10)
     attention, linear = attention_flop(SHAPE, 1000, 0), layer_flop(SHAPE, 1000) + head_flop(SHAPE, 16)
     assert prefill["roofline_s"] == pytest.approx(attention / 2e12 + linear / 4e12)
     assert prefill["times_roofline"] == pytest.approx(3.0 / prefill["roofline_s"])

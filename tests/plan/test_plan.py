@@ -86,6 +86,16 @@ def test_the_chunk_is_as_large_as_wanted_where_memory_allows() -> None:
     )
 
 
+def test_chunks_of_compiled_code_leave_little_of_the_prompt_over() -> None:
+    for prompt, chunk in ((131_072, 32_768), (786_432, 32_768), (100_000, 32_768), (30_000, 29_696), (900, 1024)):
+        compiled = Planner(SMALL, machine(80), PlanOptions(compiled=True)).plan(prompt, 16)
+        assert compiled.sizes.chunk_tokens == chunk
+        left = prompt % chunk
+        assert left < 1024 * -(-prompt // chunk)
+    given = Planner(SMALL, machine(80), PlanOptions(chunk_size=16_384, compiled=True)).plan(100_000, 16)
+    assert given.sizes.chunk_tokens == 16_384
+
+
 def test_reasons_speak_of_loads_only_where_there_are_any() -> None:
     assert plan(SMALL, 80, 131_072).reasons[0] == "chunk 33,792: larger passes start fewer kernels"
     assert plan(replace(SMALL, kinds=(WINDOW,) * 28, window=512), 24, 131_072).reasons[0] == (

@@ -36,6 +36,8 @@ def test_compiled_modules_move_less_and_prefill_alone_is_faster_for_it() -> None
     assert traffic_bytes(SMALL) - traffic_bytes(SMALL, compiled=True) == saved
     assert eager.prefill_seconds - compiled.prefill_seconds == pytest.approx(131_072 * saved / rates.memory, rel=0.01)
     assert eager.decode_rate == compiled.decode_rate
+    short = [predict(SMALL, kv, sizes, rates, 8191, 1, compiled=flag).prefill_seconds for flag in (False, True)]
+    assert short[0] == short[1]  # no full chunk, nothing runs compiled
 
 
 def test_merging_moves_what_the_kernel_reads_and_writes() -> None:
