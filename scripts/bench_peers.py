@@ -6,8 +6,8 @@
 `ratios` are transformers' times over longgen's: offloaded over no resident blocks, dynamic over all. longgen makes host
 memory before the clock of its prefill starts, `pin_s` says how long that takes, and `prefill_and_pin` is the ratio with
 it; a run does it while the weights load. Before it counts, transformers runs the whole prompt once, longgen the first
-chunks and the last. Both models share their weights, so each peak holds them once. A table goes to stderr; the last line
-on stdout is one JSON object. What does not fit or cannot run has a reason instead of times.
+chunks and the last. Both models share their weights, so each peak holds them once. A table goes to stderr, one
+JSON object to stdout, as the last line. What does not fit or cannot run has a reason instead of times.
 
     python scripts/bench_peers.py --tokens 128K
     python scripts/bench_peers.py --shape shape.yaml --tokens 1K --device cpu
