@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +111,30 @@ def test_inductor_is_as_exact_as_the_modules(build: Build, model_type: str, dtyp
     exact = logits("float32", compiled=False)
     eager, got = ((logits(dtype, compiled=compiled) - exact).norm() / exact.norm() for compiled in (False, True))
     assert float(got) <= max(1.1 * float(eager), 1e-5), (float(eager), float(got))
+
+
+PROCESS = """
+import sys, torch
+from pathlib import Path
+from torch._dynamo.utils import counters
+from longgen.engine import Engine, EngineOptions
+options = EngineOptions(device="cpu", block_size=16, chunk_size=64, compile=True)
+Engine.load(Path(sys.argv[1]), options).prefill(torch.arange(64), new_tokens=1)
+print(*(counters["inductor"][f"fxgraph_cache_{found}"] for found in ("hit", "miss")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_a_later_process_finds_what_was_compiled_on_disk(build: Build, tmp_path: Path) -> None:
+    folder, environment = build("qwen3"), os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = []
+    for _ in range(2):
+        line = [sys.executable, "-c", PROCESS, str(folder)]
+        done = subprocess.run(line, capture_output=True, text=True, check=True, env=environment)
+        found.append([int(count) for count in done.stdout.split()])
+    (_, missed), (hit, again) = found
+    assert missed > 0 and hit >= missed and again == 0
 
 
 def test_an_engine_compiles_for_its_chunk(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
