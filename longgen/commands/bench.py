@@ -61,6 +61,8 @@ def bench(
     settings = load_settings(None, {name: given[name] for name in names})
     if not lengths:
         raise UsageError("give --lengths, such as 16K,128K; longgen bench --help explains it")
+    if trace_chunks is not None and trace is None:
+        raise UsageError("--trace-chunks is of a trace; give --trace FILE with it")
     wanted = parse_lengths("lengths", lengths)
 
     from longgen.benchmarking import command as benchmarking

@@ -293,6 +293,7 @@ def test_a_length_that_runs_out_of_memory_leaves_the_others_alone(
         (["--shape", "SHAPE", "--lengths", "16Q"], "'16Q' is not a length"),
         (["--shape", "SHAPE"], "give --lengths"),
         (["--lengths", "1K"], "give either --model"),
+        (["--shape", "SHAPE", "--lengths", "1K", "--trace-chunks", "3"], "give --trace FILE with it"),
         (["--model", "demo", "--shape", "SHAPE", "--lengths", "1K"], "give either --model"),
         (["--shape", "SHAPE", "--lengths", "1K", "--resident-blocks", "some"], "'some' must be all, or a whole number"),
         (["--shape", "SHAPE", "--lengths", "1K", "--gpu-memory", "1GiB"], "this run is on the CPU"),
