@@ -152,8 +152,10 @@ def test_requests_whose_ids_python_reuses_carry_nothing_over(build: Build, kind:
     """Objects made and dropped in a loop get the addresses of those before them."""
     engine, fresh = open_engine(build(kind), slots=2), open_engine(build(kind))
     seen: set[int] = set()
-    reused = 0
-    for turn in range(24):
+    reused = turn = 0
+    while reused < 10:  # which address the allocator gives is its own matter: as many turns as it takes
+        turn += 1
+        assert turn < 400, f"{reused} of {turn} objects got an earlier one's address"
         length, tokens = 5 + 37 * turn % 120, 1 + turn % 4
         name = f"r{turn}"
         one = BatchedRequest(name, prompt(length, turn), engine.allocate_slot(name), WARM, max_new_tokens=tokens)
@@ -169,4 +171,3 @@ def test_requests_whose_ids_python_reuses_carry_nothing_over(build: Build, kind:
         engine.release_slot(one.slot_id)
         del one, sampler
         gc.collect()
-    assert reused > 10
