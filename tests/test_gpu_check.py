@@ -47,7 +47,11 @@ def test_sections_run_and_the_last_line_is_json(tmp_path: Path) -> None:
     assert [row["begun"] for row in planned["pinning"]] == ["before", "with the plan", "with the prefill"] * 2
     assert len(planned["refusals"]) == 2 and not planned["missed"]
     speed = result["sections"]["speed"]["rows"]
-    assert [(row["tokens"], row["resident_blocks"]) for row in speed] == [(256, 0), (1024, 0), (1024, 65)]
+    assert [(row["tokens"], row["resident_blocks"], row["code"]) for row in speed] == [
+        (300, 0, "eager"),
+        (300, 19, "eager"),
+    ]
+    assert all(row["ceilings"]["attention_tflops"] > 0 and row["decode"]["ms_per_token"] > 0 for row in speed)
 
 
 def test_unknown_sections_and_missing_devices_are_refused() -> None:
@@ -132,3 +136,29 @@ def test_plans_that_are_wrong_miss_their_bars(gpucheck: Any) -> None:
     assert list(plan._missed([good], [pinned | {"slower": 0.11}]))
     assert list(plan._missed([good], [pinned | {"which": "long"}]))
     assert not list(plan._missed([good], [pinned | {"begun": "with the prefill", "slower": 0.5}]))
+
+
+def test_works_slower_than_their_bars_miss_them(gpucheck: Any) -> None:
+    """Prefill's bar is kept by one of the ways to run a work, decoding's by eager code."""
+    speed = gpucheck("speed")
+
+    def row(code: str, prefill: float, decode: float | None) -> dict[str, Any]:
+        measured = {"prefill": {"times_roofline": prefill}, "decode": {"of_wire": decode}}
+        return {"work": "w", "code": code, "prefill_bar": 1.15, "decode_bar": decode and 0.97} | measured
+
+    def missed(*rows: dict[str, Any]) -> list[str]:
+        return list(speed._missed(rows))
+
+    fast, slow = row("eager", 1.14, 0.98), row("eager", 1.16, 0.98)
+    assert missed(fast) == missed(slow, row("compiled", 1.14, 0.96)) == missed(row("eager", 1.15, None)) == []
+    assert missed(slow, row("compiled", 1.17, 0.98)) == ["w: prefill at 1.160 times its roofline, over 1.15"]
+    assert missed(row("eager", 1.1, 0.96)) == ["w: decoding at 96.0% of copies, under 97%"]
+    failed = row("compiled", 1.1, 0.98) | {"prefill": None, "decode": None, "failed": 1}
+    assert missed(fast, failed) == ["w, compiled: exit code 1"]
+
+
+def test_a_work_that_cannot_run_has_a_row_without_figures(gpucheck: Any) -> None:
+    report, speed = gpucheck("report"), gpucheck("speed")
+    row = speed._row(speed._work("--shape nothing"), False, report.Settings(torch.device("cpu"), small=True))
+    assert row["failed"] == 2 and row["prefill"] is row["decode"] is row["ceilings"] is None
+    assert list(speed._missed([row])) == ["--shape nothing, eager: exit code 2"]
