@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,28 @@ def test_nothing_is_set_aside_where_the_libraries_are_there_already() -> None:
     frozen = gc.get_freeze_count()
     import_libraries()
     assert gc.get_freeze_count() == frozen and gc.isenabled()
+
+
+def test_what_no_run_uses_is_not_imported(tmp_path: Path) -> None:
+    """Some releases of transformers import scikit-learn where they find it."""
+    package = tmp_path / "sklearn"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('imported')\n", encoding="utf-8")
+    (package / "metrics.py").write_text("roc_curve = None\n", encoding="utf-8")
+    code = """
+import importlib.util, sys
+from longgen.run.startup import import_libraries
+import_libraries()
+import transformers.generation
+assert "sklearn" not in sys.modules and importlib.util.find_spec("sklearn") is not None
+import sklearn
+"""
+    places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": places},
+    )
+    assert (done.stdout, done.stderr) == ("imported\n", "")  # once, by the last line
