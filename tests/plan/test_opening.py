@@ -15,13 +15,14 @@ import torch
 
 from longgen.cli import main
 from longgen.config import Settings
+from longgen.costs import started_layers
 from longgen.engine import Engine, EngineOptions
 from longgen.errors import CapacityError
 from longgen.kv.budget import DeviceBudget, HostBudget
 from longgen.kv.memory_plan import Machine, MeasuredUse, MemoryPlan, PlanOptions
 from longgen.kv.passes import Pass
 from longgen.kv.plan import Planner
-from longgen.kv.predict import reference_rates
+from longgen.kv.predict import LAYER_SECONDS, reference_rates
 from longgen.kv.supply import HostSupply
 from longgen.kv.transfer import CpuTransfer
 from longgen.model.checkpoint import read_config
@@ -78,10 +79,15 @@ def load(folder: Path) -> Provider:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
-def test_resident_blocks_are_cut_from_what_a_measured_chunk_leaves(build: Build, kind: str) -> None:
+def test_resident_blocks_are_cut_from_what_a_measured_chunk_leaves(
+    build: Build, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     folder = build(kind)
     provider, planner = load(folder), tiny_planner(folder, 900 << 20)
     before = planner.plan(250_000, 10)
+    # A faster host would get a smaller ring, which leaves room for more blocks: it takes as long as was planned.
+    real, planned = opening._step_seconds, LAYER_SECONDS * started_layers(planner.model)
+    monkeypatch.setattr(opening, "_step_seconds", lambda *args: real(*args) and planned)
     fewer = planner.again(before, MeasuredUse(before.device.runtime + (20 << 20), 0, before.device.activations))
     meter = FakeMeter(before.device.activations, before.device.runtime + (20 << 20) - 70)
     after = plan_again(planner, before, provider, OPTIONS, meter)
