@@ -67,30 +67,3 @@ import sklearn
         env=os.environ | {"PYTHONPATH": places},
     )
     assert (done.stdout, done.stderr) == ("imported\n", "")  # once, by the last line
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
-def test_the_context_that_torch_uses_is_made_before_torch_asks_for_it(device: str) -> None:
-    code = f"""
-import ctypes, sys, threading
-from longgen.run import startup
-startup._open_device("{device}")
-[other.join() for other in threading.enumerate() if other is not threading.main_thread()]
-flags, active = ctypes.c_uint(), ctypes.c_int()
-assert ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
-assert active.value == 1 and "torch" not in sys.modules
-startup.import_libraries("{device}")
-import torch
-print(torch.ones(3, device="cuda").sum().item())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("3.0\n", "")
-
-
-@pytest.mark.parametrize("device", ["cpu", "auto", "cuda:7", "cuda:x", "tpu"])
-def test_a_device_that_is_not_there_is_left_to_torch(device: str) -> None:
-    code = f"from longgen.run.startup import _open_device; _open_device('{device}')"
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

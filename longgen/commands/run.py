@@ -134,7 +134,7 @@ def run(
         if model is None or not prompt:
             raise missing_options("run", {"--model": model, "--prompt": prompt})
         requests, settings = open_prompts(prompt, sys.stdin.buffer if sys.stdin else None, settings)
-        import_libraries(settings.device)
+        import_libraries()
 
         from longgen.run import batch
 

@@ -46,7 +46,7 @@ def run(model: str, options: NeedleOptions, settings: Settings, out: BinaryIO, e
         check_plot(options.plot)
     if settings.output is not None and not settings.overwrite:
         check_same_model(Path(settings.output), model)
-    import_libraries(settings.device)
+    import_libraries()
     raise_interrupts()
     prompts = _prompts(model, options, settings)
     scores: dict[str, float | None] = {}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,10 +12,8 @@ from contextlib import contextmanager
 UNUSED = "sklearn"
 
 
-def import_libraries(device: str = "cpu") -> None:
+def import_libraries() -> None:
     """Imports torch, transformers and what stands on them, without garbage collection and without UNUSED.
-
-    The CUDA context of `device` (auto, cpu, cuda or cuda:N) is made meanwhile.
 
     Importing makes about a million objects that live as long as the process. The collector would look through them
     again and again, and once more at the end of the process: a third of the time of a short run. They are set aside
@@ -26,7 +21,6 @@ def import_libraries(device: str = "cpu") -> None:
     """
     if "transformers" in sys.modules:
         return
-    _open_device(device)
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -39,29 +33,6 @@ def import_libraries(device: str = "cpu") -> None:
         gc.freeze()
         if collecting:
             gc.enable()
-
-
-def _open_device(name: str) -> None:
-    """Makes the CUDA context of a device in a thread, which takes some tenths of a second and nothing of Python.
-
-    torch uses the context that a process has (the primary one), and finds by itself whatever is wrong with device or
-    driver: nothing is raised here. A process does not end before this thread: the driver is not to be left half way.
-    """
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch has it; older drivers load every kernel otherwise
-    kind, _, number = name.partition(":")
-    if kind in ("auto", "cuda"):
-        index = int(number) if number.isdecimal() else 0
-        threading.Thread(target=_make_context, args=(index,), name="CUDA context").start()
-
-
-def _make_context(index: int) -> None:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return  # no driver, so no device
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 @contextmanager
