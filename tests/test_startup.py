@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longgen.run.startup import import_libraries
+from longgen.run.startup import UNUSED, import_libraries
 
 CODE = """
 import gc, sys
@@ -44,19 +44,22 @@ def test_nothing_is_set_aside_where_the_libraries_are_there_already() -> None:
     assert gc.get_freeze_count() == frozen and gc.isenabled()
 
 
-def test_what_no_run_uses_is_not_imported(tmp_path: Path) -> None:
-    """Some releases of transformers import scikit-learn where they find it."""
-    package = tmp_path / "sklearn"
+@pytest.mark.parametrize("name", UNUSED)
+def test_what_no_run_uses_is_not_imported(tmp_path: Path, name: str) -> None:
+    """transformers imports these where it finds them; here each would fail the run, as one of another torch does."""
+    package = tmp_path / name
     package.mkdir()
-    (package / "__init__.py").write_text("print('imported')\n", encoding="utf-8")
-    (package / "metrics.py").write_text("roc_curve = None\n", encoding="utf-8")
-    code = """
+    (package / "__init__.py").write_text("print('imported'); raise RuntimeError\n", encoding="utf-8")
+    code = f"""
 import importlib.util, sys
 from longgen.run.startup import import_libraries
 import_libraries()
-import transformers.generation
-assert "sklearn" not in sys.modules and importlib.util.find_spec("sklearn") is not None
-import sklearn
+import transformers.generation, transformers.loss.loss_utils, transformers.image_utils
+assert "{name}" not in sys.modules and importlib.util.find_spec("{name}") is not None
+try:
+    import {name}
+except RuntimeError:
+    pass
 """
     places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
@@ -66,4 +69,4 @@ import sklearn
         check=False,
         env=os.environ | {"PYTHONPATH": places},
     )
-    assert (done.stdout, done.stderr) == ("imported\n", "")  # once, by the last line
+    assert (done.stdout, done.stderr) == ("imported\n", "")  # once, by the last lines

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Imported by some releases of transformers, with scipy and pandas, where it is there: for choosing between the drafts
-# of an assistant model, which no run has. It takes about a second.
-UNUSED = "sklearn"
+# Imported by transformers where they are there: for the drafts of an assistant model (by some releases, with pandas),
+# for the losses of object detection, for images and for sound, which no run has. They take about a second, and one
+# that does not fit its torch would fail the run.
+UNUSED = ("sklearn", "scipy", "torchvision", "torchaudio")
 
 
 def import_libraries() -> None:
@@ -24,7 +25,7 @@ def import_libraries() -> None:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _hidden(UNUSED):
+        with _hidden(*UNUSED):
             import longgen.engine
             import longgen.model.tokenizer
             import longgen.model.window
@@ -36,13 +37,12 @@ def import_libraries() -> None:
 
 
 @contextmanager
-def _hidden(name: str) -> Iterator[None]:
-    """A module that is not loaded yet cannot be found or imported meanwhile."""
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]  # which is how Python is told that there is none
+def _hidden(*names: str) -> Iterator[None]:
+    """Modules that are not loaded yet cannot be found or imported meanwhile."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: which is how Python is told of none
     try:
         yield
     finally:
-        del sys.modules[name]
+        for name in hidden:
+            del sys.modules[name]
