@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one run: tests, backends, memory, speed, and the memory checker.
 
 Tables go to stderr; the last line on stdout is one JSON object. The exit status is 0 if nothing that has a bar missed
-it. On one H200 all of it takes some twenty-five minutes, half of them the speeds; `--only` chooses sections.
+it. On one H200 all of it takes some half an hour, half of it the speeds; `--only` chooses sections.
 
     python scripts/gpu_check.py
     python scripts/gpu_check.py --only backends,speed --json speed.json
